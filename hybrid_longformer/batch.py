@@ -1,0 +1,178 @@
+"""Batch: what one batch says about its tokens, as tensors: which are real, which are global, which document is whose.
+
+Letters: B batch, N tokens, G global tokens, R random blocks, S block size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .pattern import (
+    AttentionPattern,
+    Predicate,
+    both,
+    causal,
+    either,
+    global_tokens,
+    random_blocks,
+    real_tokens,
+    same_document,
+)
+
+# Global slots of a compiled or exported graph, whose shapes may not depend on how many tokens a batch marks global.
+COMPILED_GLOBAL_SLOTS = 64
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """Facts about the tokens of one batch, shared by the plans of all layers.
+
+    Args:
+        real: (B, N) bool, or None when there is no padding.
+        is_global: (B, N) bool, or None when no token is global.
+        document: (B, N) number of the token's document within its row, or None when each row is one document.
+        position: (B, N) the token's place among the real tokens of its own document.
+        document_length: (B, N) the number of real tokens of that document.
+        global_index: (B, G) the global tokens of each row in order, then other distinct tokens to fill up.
+        is_global_slot: (B, G) which of those slots hold a global token.
+    """
+
+    real: Tensor | None
+    is_global: Tensor | None
+    document: Tensor | None
+    position: Tensor
+    document_length: Tensor
+    global_index: Tensor | None
+    is_global_slot: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.position.shape[0], self.position.shape[1]
+
+    @property
+    def num_global_slots(self) -> int:
+        return 0 if self.global_index is None else self.global_index.shape[1]
+
+    @property
+    def ordinary_keys(self) -> Tensor:
+        """(B, N) keys that windows and random blocks may read: real, and not already read as global tokens."""
+        keys = torch.ones_like(self.position, dtype=torch.bool) if self.real is None else self.real
+        return keys if self.is_global is None else keys & ~self.is_global
+
+    def edges(self, pattern: AttentionPattern) -> Predicate:
+        """The whole graph of one layer for this batch: the union of its rules, within documents and real tokens."""
+        rules = [pattern.window_predicate(self.position.device)]
+        if self.is_global is not None:
+            rules.append(global_tokens(self.is_global))
+        if pattern.num_random_blocks:
+            block = self.position // pattern.block_size
+            rules.append(random_blocks(block, pattern.draw(block, self.num_blocks(pattern.block_size))))
+        limits = [either(*rules)]
+        if self.real is not None:
+            limits.append(real_tokens(self.real))
+        if self.document is not None:
+            limits.append(same_document(self.document))
+        if pattern.is_causal:
+            limits.append(causal())
+        return both(*limits)
+
+    def num_blocks(self, block_size: int) -> Tensor:
+        """(B, N) the number of blocks of each token's document."""
+        return (self.document_length + block_size - 1) // block_size
+
+
+def describe_batch(
+    *,
+    batch_size: int,
+    length: int,
+    device: torch.device,
+    padding_mask: Tensor | None = None,
+    global_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    num_global_slots: int = 0,
+) -> Batch:
+    """Works out a batch's facts from its masks, with tensor operations only.
+
+    Args:
+        padding_mask: (B, N), nonzero for real tokens.
+        global_mask: (B, N), nonzero for global tokens.
+        document_ids: (B, N); each run of equal values is one document.
+        num_global_slots: G, at least the largest number of global tokens in a row (see `count_global_slots`).
+    """
+    real = None if padding_mask is None else padding_mask.bool()
+    index = torch.arange(length, device=device).expand(batch_size, length)
+    counted = torch.ones_like(index) if real is None else real.long()
+    document = None if document_ids is None else _number_runs(document_ids)
+    position, document_length = _place_in_document(counted, document)
+    is_global = global_index = is_global_slot = None
+    if global_mask is not None and num_global_slots:
+        is_global = global_mask.bool() if real is None else global_mask.bool() & real
+        # Globals first and in order, then the row's other tokens: all slots are distinct, so they can be written back.
+        rank = torch.where(is_global, 2 * length - index, length - index)
+        global_index = rank.topk(min(num_global_slots, length), dim=1).indices
+        is_global_slot = is_global.gather(1, global_index)
+    return Batch(
+        real=real,
+        is_global=is_global,
+        document=document,
+        position=position,
+        document_length=document_length,
+        global_index=global_index,
+        is_global_slot=is_global_slot,
+    )
+
+
+def _number_runs(document_ids: Tensor) -> Tensor:
+    """(B, N) 0 for the first run of equal ids, 1 for the next, and so on."""
+    starts = document_ids[:, 1:] != document_ids[:, :-1]
+    return torch.nn.functional.pad(starts.long().cumsum(1), (1, 0))
+
+
+def _place_in_document(counted: Tensor, document: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The rank of every counted token in its document, and the document's number of counted tokens, each (B, N)."""
+    seen = counted.cumsum(1)
+    if document is None:
+        return (seen - 1).clamp(min=0), seen[:, -1:].expand_as(seen)
+    per_document = torch.zeros_like(counted).scatter_add(1, document, counted)
+    before = (per_document.cumsum(1) - per_document).gather(1, document)
+    return (seen - before - 1).clamp(min=0), per_document.gather(1, document)
+
+
+def count_global_slots(global_mask: Tensor | None, limit: int | None = None) -> int:
+    """How many slots the plan keeps for global tokens: the one number that must be known before shapes are.
+
+    Args:
+        limit: a promise that no row has more (then nothing is read back from the device), or None to count. A graph
+            that is being compiled or exported can't count: it keeps `COMPILED_GLOBAL_SLOTS`.
+    """
+    if global_mask is None:
+        return 0
+    if limit is None and not torch.compiler.is_compiling():
+        return int(global_mask.bool().sum(1).max()) if global_mask.numel() else 0
+    slots = COMPILED_GLOBAL_SLOTS if limit is None else limit
+    if slots < global_mask.shape[1] and not torch.compiler.is_exporting():
+        torch._assert_async(
+            (global_mask.bool().sum(1) <= slots).all(),
+            f"a row marks more than {slots} tokens global; set max_global_tokens to the most you use",
+        )
+    return slots
+
+
+def check_mask(name: str, mask: Tensor | None, shape: tuple[int, int]) -> None:
+    """Refuses a mask of another shape than (B, N) or with values other than 0 and 1."""
+    if mask is None:
+        return
+    if tuple(mask.shape) != tuple(shape):
+        raise ValueError(
+            f"{name} has shape {tuple(mask.shape)} but the input has {tuple(shape)} (batch, tokens): give one value per token"
+        )
+    # Reading values back would break a compiled graph, so those check shapes only.
+    if mask.dtype == torch.bool or torch.compiler.is_compiling():
+        return
+    wrong = (mask != 0) & (mask != 1)
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{name} contains {mask[wrong][0].item()!r}: its values must be 0 or 1 "
+            "(an additive or float mask must be turned into 0 and 1 first)"
+        )

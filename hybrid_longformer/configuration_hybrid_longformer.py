@@ -1,0 +1,225 @@
+"""Configuration: RoBERTa's fields and the attention graph's, checked once when built."""
+
+import difflib
+from typing import Any, Literal
+
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
+
+from .pattern import AttentionPattern
+
+logger = logging.get_logger(__name__)
+
+# What transformers itself may pass to any config beside the declared fields.
+_LIBRARY_KEYS = {
+    "attn_implementation",
+    "auto_map",
+    "custom_pipelines",
+    "dtype",
+    "experts_implementation",
+    "label2id",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "per_layer_config",
+    "quantization_config",
+    "tie_last_hidden_states",
+    "torch_dtype",
+}
+# Distinct graphs for the layers of one model, and for the models of neighbouring seeds.
+_SEEDS_PER_MODEL = 4096
+
+
+class HybridLongformerConfig(PreTrainedConfig):
+    r"""Configuration of a Hybrid Longformer: RoBERTa with local + global + random attention.
+
+    Every impossible combination is refused when the config is built, by an error that names the field, its value and
+    the remedy; so is any key that no field has.
+
+    Args:
+        vocab_size (`int`): number of token ids.
+        hidden_size (`int`): E, size of the hidden states.
+        num_hidden_layers (`int`): number of layers.
+        num_attention_heads (`int`): H, heads per layer; divides hidden_size.
+        intermediate_size (`int`): size of the feed-forward layers.
+        hidden_act (`str`): activation of the feed-forward layers.
+        hidden_dropout_prob (`float`): dropout of embeddings and layer outputs.
+        attention_probs_dropout_prob (`float`): dropout of attention probabilities.
+        max_position_embeddings (`int`): rows of the position table, reserved rows included.
+        type_vocab_size (`int`): number of token types.
+        initializer_range (`float`): standard deviation of new weights.
+        layer_norm_eps (`float`): epsilon of the layer norms.
+        classifier_dropout (`float`, *optional*): dropout before a classification head; hidden_dropout_prob if None.
+        attention_window (`int` or `list[int]`): W, for all layers or one per layer; even. Token i sees |i-j| <= W/2.
+        attention_dilation (`int`, `list[int]` or `list[list[int]]`): d, for all layers, per layer, or per layer and
+            head. Token i sees |i-j| <= d*W/2 where (i-j) is a multiple of d.
+        separate_global_projections (`bool`): global queries have projections of their own, as in Longformer.
+        num_random_blocks (`int`): R, random key blocks for each query block; 0 for none.
+        block_size (`int`): S, tokens per random block.
+        random_seed (`int`): of the random graph, which is the same in training and evaluation.
+        num_extra_global_tokens (`int`): learned global tokens before the sequence (BigBird-ETC); 0 for none.
+        max_global_tokens (`int`, *optional*): a promise of at most so many global tokens per row. None counts them in
+            every forward pass and keeps 64 slots in compiled and exported graphs.
+        global_context (`str`, *optional*): "mean" adds the parameter-free global-context branch to every attention.
+        is_causal (`bool`): no token sees a later one.
+    """
+
+    model_type = "hybrid_longformer"
+
+    vocab_size: int = 50265
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float | int = 0.1
+    attention_probs_dropout_prob: float | int = 0.1
+    max_position_embeddings: int = 4098
+    type_vocab_size: int = 1
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-5
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 2
+    sep_token_id: int | None = 2
+    classifier_dropout: float | int | None = None
+    tie_word_embeddings: bool = True
+
+    attention_window: int | list[int] = 512
+    attention_dilation: int | list[int] | list[list[int]] = 1
+    separate_global_projections: bool = True
+    num_random_blocks: int = 3
+    block_size: int = 64
+    random_seed: int = 0
+    num_extra_global_tokens: int = 0
+    max_global_tokens: int | None = None
+    global_context: Literal["mean"] | None = None
+    is_causal: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._refuse_unknown_keys(kwargs)
+        super().__post_init__(**kwargs)
+        self._check_sizes()
+        self._check_attention()
+
+    def attention_patterns(self) -> list[AttentionPattern]:
+        """The attention graph of every layer."""
+        return [
+            AttentionPattern(
+                window=window,
+                dilation_per_head=dilations,
+                num_random_blocks=self.num_random_blocks,
+                block_size=self.block_size,
+                seed=self.random_seed * _SEEDS_PER_MODEL + layer,
+                is_causal=self.is_causal,
+            )
+            for layer, (window, dilations) in enumerate(
+                zip(self.window_per_layer, self.dilation_per_layer_and_head, strict=True)
+            )
+        ]
+
+    @property
+    def window_per_layer(self) -> list[int]:
+        window = self.attention_window
+        return [window] * self.num_hidden_layers if isinstance(window, int) else list(window)
+
+    @property
+    def dilation_per_layer_and_head(self) -> list[tuple[int, ...]]:
+        dilation = self.attention_dilation
+        per_layer = [dilation] * self.num_hidden_layers if isinstance(dilation, int) else dilation
+        return [(own,) * self.num_attention_heads if isinstance(own, int) else tuple(own) for own in per_layer]
+
+    def _refuse_unknown_keys(self, kwargs: dict[str, Any]) -> None:
+        fields = set(type(self).__dataclass_fields__)
+        known = fields | _LIBRARY_KEYS | set(GenerationConfig().to_dict())
+        unknown = [key for key in kwargs if key not in known and not key.startswith("_")]
+        if not unknown:
+            return
+        close = difflib.get_close_matches(unknown[0], sorted(fields | _LIBRARY_KEYS), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "see HybridLongformerConfig for the fields there are"
+        raise ValueError(f"{unknown[0]}={kwargs[unknown[0]]!r} is not a field of this configuration: {hint}")
+
+    def _check_sizes(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+            "max_position_embeddings",
+            "type_vocab_size",
+            "block_size",
+        ):
+            self._check_whole(name, getattr(self, name), at_least=1)
+        for name in ("num_random_blocks", "num_extra_global_tokens", "random_seed"):
+            self._check_whole(name, getattr(self, name), at_least=0)
+        if self.max_global_tokens is not None:
+            self._check_whole("max_global_tokens", self.max_global_tokens, at_least=1)
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+            value = getattr(self, name)
+            optional = name == "classifier_dropout" and value is None
+            if not optional and not (_is_number(value) and 0 <= value < 1):
+                raise ValueError(f"{name}={value!r} must be a probability of at least 0 and below 1")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}"
+            )
+
+    def _check_attention(self) -> None:
+        self._check_windows()
+        self._check_dilations()
+        if self.global_context not in (None, "mean"):
+            raise ValueError(f"global_context={self.global_context!r} must be None or 'mean'")
+        for name in ("separate_global_projections", "is_causal"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.num_random_blocks:
+            self._check_random_blocks()
+
+    def _check_windows(self) -> None:
+        windows = self.attention_window
+        if not isinstance(windows, int):
+            self._check_list("attention_window", windows, self.num_hidden_layers, "num_hidden_layers")
+        for window in [windows] if isinstance(windows, int) else windows:
+            self._check_whole("attention_window", window, at_least=2)
+            if window % 2:
+                raise ValueError(
+                    f"attention_window={window} is odd, but it is split evenly between both sides of a token: "
+                    f"use {window - 1 or 2} or {window + 1}"
+                )
+
+    def _check_dilations(self) -> None:
+        dilations = self.attention_dilation
+        if not isinstance(dilations, int):
+            self._check_list("attention_dilation", dilations, self.num_hidden_layers, "num_hidden_layers")
+        for own in [dilations] if isinstance(dilations, int) else dilations:
+            if not isinstance(own, int):
+                self._check_list("attention_dilation", own, self.num_attention_heads, "num_attention_heads")
+            for dilation in [own] if isinstance(own, int) else own:
+                self._check_whole("attention_dilation", dilation, at_least=1)
+
+    def _check_random_blocks(self) -> None:
+        for pattern in self.attention_patterns():
+            if pattern.shortest_random_document > self.max_position_embeddings:
+                raise ValueError(
+                    f"block_size={self.block_size} does not fit: with attention_window={pattern.window} a document "
+                    f"needs {pattern.shortest_random_document} tokens before any block lies beyond the window, more "
+                    f"than max_position_embeddings={self.max_position_embeddings}; use smaller blocks or a smaller "
+                    "window, or num_random_blocks=0"
+                )
+
+    def _check_list(self, name: str, values: Any, length: int, field: str) -> None:
+        if not isinstance(values, list | tuple) or len(values) != length:
+            raise ValueError(f"{name}={values!r} must be one number or a list of {length} of them, as {field}={length}")
+
+    def _check_whole(self, name: str, value: Any, *, at_least: int) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least {at_least}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+__all__ = ["HybridLongformerConfig"]

@@ -1,0 +1,178 @@
+"""Patterns: who may see whom.
+
+A predicate says, for index tensors (b, h, i, j) that broadcast against each other, whether query token i of row b may
+see key token j in head h. Predicates compose with `both` and `either`; the dense oracle, the FlexAttention mask and the
+pictures are all drawn from them.
+
+Letters used everywhere: B batch, H heads, N tokens, D head size, E hidden size, W window, G global tokens,
+R random blocks, S block size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def both(*predicates: Predicate) -> Predicate:
+    """An edge exists where every predicate allows it."""
+    return lambda b, h, i, j: reduce(torch.logical_and, (allows(b, h, i, j) for allows in predicates))
+
+
+def either(*predicates: Predicate) -> Predicate:
+    """An edge exists where at least one predicate allows it; it still counts once."""
+    return lambda b, h, i, j: reduce(torch.logical_or, (allows(b, h, i, j) for allows in predicates))
+
+
+def local(window: int) -> Predicate:
+    """Token i sees j when |i - j| <= window / 2 (two-sided, as in Longformer)."""
+    return lambda b, h, i, j: (i - j).abs() <= window // 2
+
+
+def dilated(window: int, dilation_per_head: Tensor) -> Predicate:
+    """As `local`, reaching d times as far and keeping every d-th token, with d = dilation_per_head[h]."""
+
+    def allows(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        dilation = dilation_per_head[h]
+        return ((i - j).abs() <= dilation * (window // 2)) & ((i - j) % dilation == 0)
+
+    return allows
+
+
+def global_tokens(is_global: Tensor) -> Predicate:
+    """A global token sees every token and is seen by every token. `is_global` is (B, N)."""
+    return lambda b, h, i, j: is_global[b, i] | is_global[b, j]
+
+
+def random_blocks(block_of_token: Tensor, drawn_blocks: Tensor) -> Predicate:
+    """Token i sees the tokens of the blocks drawn for it: `block_of_token` (B, N), `drawn_blocks` (B, N, R), -1 for none."""
+
+    def allows(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        key_block = block_of_token[b, j]
+        return reduce(torch.logical_or, (drawn_blocks[b, i, r] == key_block for r in range(drawn_blocks.shape[-1])))
+
+    return allows
+
+
+def causal() -> Predicate:
+    """No token sees a later one."""
+    return lambda b, h, i, j: j <= i
+
+
+def same_document(document: Tensor) -> Predicate:
+    """Tokens of packed rows see their own document only. `document` is (B, N)."""
+    return lambda b, h, i, j: document[b, i] == document[b, j]
+
+
+def real_tokens(real: Tensor) -> Predicate:
+    """Padding neither sees nor is seen. `real` is (B, N)."""
+    return lambda b, h, i, j: real[b, i] & real[b, j]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPattern:
+    """What one layer's attention graph looks like, before any batch is seen.
+
+    Args:
+        window: W, two-sided and even: token i sees |i - j| <= W / 2.
+        dilation_per_head: one dilation for every head.
+        num_random_blocks: R key blocks drawn for each query block; 0 for none.
+        block_size: S, tokens per random block.
+        seed: of the random graph; give every layer its own.
+        is_causal: cut the whole pattern at j <= i.
+    """
+
+    window: int
+    dilation_per_head: tuple[int, ...]
+    num_random_blocks: int = 0
+    block_size: int = 64
+    seed: int = 0
+    is_causal: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.dilation_per_head)
+
+    @property
+    def near_blocks(self) -> int:
+        """Blocks on either side that the widest window may touch; random blocks are drawn beyond them only."""
+        return -(-(self.window // 2) * max(self.dilation_per_head) // self.block_size)
+
+    @property
+    def shortest_random_document(self) -> int:
+        """The fewest tokens for which any random block can be drawn."""
+        return (self.near_blocks + 1) * self.block_size + 1
+
+    def window_predicate(self, device: torch.device) -> Predicate:
+        if max(self.dilation_per_head) == 1:
+            return local(self.window)
+        return dilated(self.window, torch.tensor(self.dilation_per_head, device=device))
+
+    def draw(self, query_block: Tensor, num_blocks: Tensor) -> Tensor:
+        """The key blocks of each query block of a document of `num_blocks` blocks, (..., R); -1 where there is none."""
+        return draw_random_blocks(
+            query_block,
+            num_blocks,
+            num_random_blocks=self.num_random_blocks,
+            near_blocks=self.near_blocks,
+            seed=self.seed,
+            is_causal=self.is_causal,
+        )
+
+
+def draw_random_blocks(
+    query_block: Tensor,
+    num_blocks: Tensor,
+    *,
+    num_random_blocks: int,
+    near_blocks: int,
+    seed: int,
+    is_causal: bool = False,
+) -> Tensor:
+    """Draws distinct key blocks beyond the window, uniformly, by Floyd's sampling on a hash.
+
+    A hash rather than a generator: the graph is then the same in training and evaluation, on every device and in every
+    library version, and depends on nothing but the seed, the block and the document's own number of blocks.
+
+    Args:
+        query_block: (...) index of each query block in its document.
+        num_blocks: (...) number of blocks of that document.
+
+    Returns:
+        (..., R) distinct block indices in random order, -1 where fewer than R blocks lie beyond the window.
+    """
+    first_near = (query_block - near_blocks).clamp(min=0)
+    first_far = torch.minimum(query_block + near_blocks + 1, num_blocks)
+    candidates = first_near if is_causal else first_near + num_blocks - first_far
+    drawn: list[Tensor] = []
+    for r in range(num_random_blocks):
+        last = candidates - num_random_blocks + r
+        pick = _hash(query_block, 2 * seed * num_random_blocks + r) % (last + 1).clamp(min=1)
+        if drawn:
+            is_taken = reduce(torch.logical_or, (pick == earlier for earlier in drawn))
+            pick = torch.where(is_taken, last, pick)
+        drawn.append(torch.where(last >= 0, pick, -1))
+    picks = torch.stack(drawn, dim=-1)
+    # The candidates are the blocks before the window and, past a gap, those after it.
+    gap = (first_far - first_near).unsqueeze(-1)
+    return torch.where(picks >= first_near.unsqueeze(-1), picks + gap, picks)
+
+
+def _hash(values: Tensor, salt: int) -> Tensor:
+    """A 32-bit integer hash in int64 arithmetic that cannot overflow; divisions instead of shifts, for ONNX's sake."""
+    offset = (salt * 0x85EBCA77 + 0x165667B1) % 2**32
+    mixed = (values * 0x9E3779B1 + offset) % 2**32
+    for _ in range(2):
+        mixed = ((mixed ^ (mixed // 2**16)) * 0x45D9F3B) % 2**32
+    return mixed ^ (mixed // 2**16)
+
+
+def dense_mask(allows: Predicate, *, batch_size: int, num_heads: int, length: int, device: torch.device) -> Tensor:
+    """The whole (B, H, N, N) graph of a predicate, for looking at and for short inputs."""
+    indices = [torch.arange(size, device=device) for size in (batch_size, num_heads, length, length)]
+    b, h, i, j = (index.view([-1 if axis == a else 1 for a in range(4)]) for axis, index in enumerate(indices))
+    return allows(b, h, i, j).expand(batch_size, -1, length, length)
