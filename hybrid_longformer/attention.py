@@ -4,6 +4,7 @@ Letters: B batch, H heads, N tokens, D head size, E hidden size, G global tokens
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import reduce
 from typing import Literal
@@ -120,7 +121,9 @@ class HybridSelfAttention(nn.Module):
         """Absorbing pays while G * H < E, and is right only for plain linear layers: adapters, quantised layers and
         weights that a hook brings in have to be called."""
         return num_global_slots * self.num_heads < self.num_heads * self.head_size and all(
-            type(layer) is nn.Linear and not layer._forward_pre_hooks and not layer._forward_hooks
+            type(layer) is nn.Linear
+            and not layer._forward_pre_hooks
+            and not layer._forward_hooks
             and not hasattr(layer, "_hf_hook")
             for layer in (self.key_global, self.value_global)
         )
@@ -194,7 +197,9 @@ def global_context_mix(hidden: Tensor, q: Tensor, k: Tensor, batch: Batch) -> Te
     def per_document(values: Tensor, how: Literal["sum", "amax"]) -> Tensor:
         """Reduces (B, N, ...) over the tokens of each document and gives every token its document's result."""
         index = document.view(*document.shape, *[1] * (values.dim() - 2)).expand_as(values)
-        start = values.new_full((values.shape[0], num_documents, *values.shape[2:]), 0.0 if how == "sum" else -torch.inf)
+        start = values.new_full(
+            (values.shape[0], num_documents, *values.shape[2:]), 0.0 if how == "sum" else -torch.inf
+        )
         return start.scatter_reduce(1, index, values, how).gather(1, index)
 
     lowest = torch.finfo(dtype).min
@@ -253,8 +258,11 @@ class HybridSparseAttention(nn.Module):
             hidden_size=hidden_size,
             num_attention_heads=num_heads,
             num_hidden_layers=1,
+            max_position_embeddings=sys.maxsize,  # a module alone has no position table to fit into
             attention_window=attention_window,
-            attention_dilation=attention_dilation if isinstance(attention_dilation, int) else [list(attention_dilation)],
+            attention_dilation=attention_dilation
+            if isinstance(attention_dilation, int)
+            else [list(attention_dilation)],
             num_random_blocks=num_random_blocks,
             block_size=block_size,
             random_seed=random_seed,

@@ -165,7 +165,8 @@ def check_mask(name: str, mask: Tensor | None, shape: tuple[int, int]) -> None:
         return
     if tuple(mask.shape) != tuple(shape):
         raise ValueError(
-            f"{name} has shape {tuple(mask.shape)} but the input has {tuple(shape)} (batch, tokens): give one value per token"
+            f"{name} has shape {tuple(mask.shape)} but the input has {tuple(shape)} (batch, tokens): "
+            "give one value per token"
         )
     # Reading values back would break a compiled graph, so those check shapes only.
     if mask.dtype == torch.bool or torch.compiler.is_compiling():

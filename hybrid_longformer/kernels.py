@@ -57,7 +57,7 @@ def attend(
         real: (B, N) bool; the rows of other tokens give zeros.
         dropout: probability of dropping each attention probability after the softmax, as in RoBERTa.
     """
-    return _Attend.apply(query, key, value, list(pieces), real, scale, dropout)  # type: ignore[no-any-return]
+    return _Attend.apply(query, key, value, list(pieces), real, scale, dropout)
 
 
 class _Attend(torch.autograd.Function):
@@ -70,7 +70,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out):  # type: ignore[override]
+    def backward(ctx: Any, grad_out):
         query, key, value, out, lse, *kept = ctx.saved_tensors
         with torch.autocast(query.device.type, enabled=False):
             grads = _attend_backward(grad_out, query, key, value, out, lse, kept, ctx.pieces, ctx.scale, ctx.dropout)
@@ -78,7 +78,8 @@ class _Attend(torch.autograd.Function):
 
 
 def _attend_forward(query, key, value, pieces, real, scale, dropout) -> tuple[Tensor, Tensor, list[Tensor]]:
-    out = lse = None
+    """The merged output and log-sum-exp of all pieces, and which probabilities were kept."""
+    merged: tuple[Tensor, Tensor] | None = None
     kept: list[Tensor] = []
     for piece in pieces:
         q, k, v = (_pick(x, piece.heads) for x in (query, key, value))
@@ -87,20 +88,17 @@ def _attend_forward(query, key, value, pieces, real, scale, dropout) -> tuple[Te
         outs, lses = [], []
         for first, last in _chunks(piece):
             tiles = _tiles(piece, q_tiles, sources, first, last)
-            if dropout:
-                keep = draw_keep_mask(tiles, dropout)
-                kept.append(keep)
-                part, part_lse = explicit_forward(tiles, scale, keep, dropout)
-            else:
-                part, part_lse = forward_kernel(query)(tiles, scale)
-            outs.append(part)
-            lses.append(part_lse)
-        piece_out = piece.join_queries(outs, 0.0)
-        piece_lse = piece.join_queries(lses, torch.finfo(lses[0].dtype).min)
-        if piece.heads is not None and out is None:
-            out = torch.zeros_like(query)
-            lse = piece_lse.new_full(query.shape[:-1], torch.finfo(piece_lse.dtype).min)
-        out, lse = _merge(out, lse, piece_out, piece_lse, piece.heads)
+            keep = draw_keep_mask(tiles, dropout) if dropout else None
+            kept += [] if keep is None else [keep]
+            out, lse = _forward_kernel(tiles, scale, keep, dropout)
+            outs.append(out)
+            lses.append(lse)
+        joined = piece.join_queries(outs, 0.0), piece.join_queries(lses, torch.finfo(lses[0].dtype).min)
+        if merged is None and piece.heads is not None:
+            merged = _nothing_seen(query, joined[1])
+        merged = joined if merged is None else _merge(merged, joined, piece.heads)
+    assert merged is not None
+    out, lse = merged
     if real is not None:
         # Padding sees nothing: its rows are zeros, and an infinite log-sum-exp makes every weight exp(-inf) backward.
         out = out.masked_fill(~real[..., None, None], 0.0)
@@ -109,8 +107,9 @@ def _attend_forward(query, key, value, pieces, real, scale, dropout) -> tuple[Te
 
 
 def _attend_backward(grad_out, query, key, value, out, lse, kept, pieces, scale, dropout) -> list[Tensor]:
+    """The gradients of query, key and value: the sum of what every piece says."""
     sum_dtype = torch.promote_types(query.dtype, torch.float32)
-    grads = [torch.zeros_like(x, dtype=sum_dtype) for x in (query, key, value)]
+    grads: list[Tensor] = []
     kept = iter(kept)
     for piece in pieces:
         q, k, v, o, grad_o, piece_lse = (_pick(x, piece.heads) for x in (query, key, value, out, grad_out, lse))
@@ -122,24 +121,17 @@ def _attend_backward(grad_out, query, key, value, out, lse, kept, pieces, scale,
         for first, last in _chunks(piece):
             tiles = _tiles(piece, q_tiles, sources, first, last)
             results = o_tiles[first:last], lse_tiles[first:last], grad_tiles[first:last]
-            if dropout:
-                part = explicit_backward(tiles, *results, scale, next(kept), dropout)
-            else:
-                part = backward_kernel(query)(tiles, *results, scale)
+            part = _backward_kernel(tiles, *results, scale, next(kept) if dropout else None, dropout)
             grad_queries.append(part.query)
             for total, grad in zip(totals, part[1:], strict=True):
                 piece.add_key_tiles(total, grad, first, last)
-        joined = piece.join_queries(grad_queries, 0.0), *(piece.join_keys(total) for total in totals)
-        for grad, part_grad in zip(grads, joined, strict=True):
-            if piece.heads is None:
-                grad += part_grad
-            else:
-                grad[:, :, piece.heads] += part_grad.to(sum_dtype)
+        joined = [piece.join_queries(grad_queries, 0.0).to(sum_dtype), *map(piece.join_keys, totals)]
+        grads = _add_gradients(grads, joined, query, piece.heads)
     return [grad.to(query.dtype) for grad in grads]
 
 
 def _chunks(piece: Piece) -> Iterator[tuple[int, int]]:
-    """Ranges of tiles to work on at a time. A graph that is being traced takes all at once: it can't loop over lengths."""
+    """Ranges of tiles to work on at a time. A graph being traced takes all at once: it can't loop over lengths."""
     if torch.compiler.is_compiling():
         return iter([(0, piece.num_tiles)])
     step = max(1, QUERIES_AT_A_TIME // piece.queries_per_tile)
@@ -156,30 +148,48 @@ def _pick(x: Tensor, heads: list[int] | None) -> Tensor:
     return x if heads is None else x[:, :, heads]
 
 
-def _merge(out, lse, piece_out, piece_lse, heads) -> tuple[Tensor, Tensor]:
-    if out is None:
-        return piece_out, piece_lse
-    old_out, old_lse = _pick(out, heads), _pick(lse, heads)
-    weight = torch.sigmoid(piece_lse - old_lse)[..., None]
-    merged = torch.lerp(old_out.to(weight.dtype), piece_out.to(weight.dtype), weight).to(out.dtype)
-    merged_lse = torch.logaddexp(old_lse, piece_lse)
+def _nothing_seen(query: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The output and log-sum-exp of no edges at all, for pieces that serve some heads only to merge into."""
+    return torch.zeros_like(query), lse.new_full(query.shape[:-1], torch.finfo(lse.dtype).min)
+
+
+def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], heads: list[int] | None) -> tuple[Tensor, Tensor]:
+    """Two outputs and log-sum-exps as one softmax; `other` may hold some heads only."""
+    (out, lse), (other_out, other_lse) = one, other
+    own_lse = _pick(lse, heads)
+    weight = torch.sigmoid(other_lse - own_lse)[..., None]
+    merged = torch.lerp(_pick(out, heads).to(weight.dtype), other_out.to(weight.dtype), weight).to(out.dtype)
+    merged_lse = torch.logaddexp(own_lse, other_lse)
     if heads is None:
         return merged, merged_lse
     out[:, :, heads], lse[:, :, heads] = merged, merged_lse
     return out, lse
 
 
-def forward_kernel(query: Tensor):
-    """The fastest kernel for these queries: (tiles, scale) -> (T, Q, H, D) outputs, (T, Q, H) log-sum-exps."""
-    return fused_forward if _can_fuse(query) else explicit_forward
+def _add_gradients(grads: list[Tensor], parts: list[Tensor], query: Tensor, heads: list[int] | None) -> list[Tensor]:
+    if heads is not None:
+        grads = grads or [torch.zeros_like(query, dtype=part.dtype) for part in parts]
+        for grad, part in zip(grads, parts, strict=True):
+            grad[:, :, heads] += part
+        return grads
+    return [grad.add_(part) for grad, part in zip(grads, parts, strict=True)] if grads else parts
 
 
-def backward_kernel(query: Tensor):
-    return fused_backward if _can_fuse(query) else explicit_backward
+def _forward_kernel(tiles: Tiles, scale: float, keep: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
+    """(T, Q, H, D) outputs and (T, Q, H) log-sum-exps by the fastest kernel that can."""
+    if keep is None and _can_fuse(tiles):
+        return fused_forward(tiles, scale)
+    return explicit_forward(tiles, scale, keep, dropout)
 
 
-def _can_fuse(query: Tensor) -> bool:
-    return _HAS_FUSED_CPU_KERNEL and query.device.type == "cpu" and not torch.compiler.is_exporting()
+def _backward_kernel(tiles: Tiles, out, lse, grad_out, scale: float, keep, dropout: float) -> TileGradients:
+    if keep is None and _can_fuse(tiles):
+        return fused_backward(tiles, out, lse, grad_out, scale)
+    return explicit_backward(tiles, out, lse, grad_out, scale, keep, dropout)
+
+
+def _can_fuse(tiles: Tiles) -> bool:
+    return _HAS_FUSED_CPU_KERNEL and tiles.query.device.type == "cpu" and not torch.compiler.is_exporting()
 
 
 def fused_forward(tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
@@ -216,7 +226,7 @@ def explicit_forward(
     """The fused kernel's twin in plain operations: any device, and dropout on the probabilities."""
     outs, lses = [], []
     for heads in _head_groups(tiles):
-        q, k, v, scores = _scores(tiles, heads, scale)
+        _, _, v, scores = _scores(tiles, heads, scale)
         largest = scores.amax(-1)
         probabilities = torch.softmax(scores, -1)
         # The largest probability is exp(largest - lse).
@@ -224,8 +234,8 @@ def explicit_forward(
         if keep is not None:
             probabilities = probabilities * keep[:, heads]
         outs.append(torch.matmul(probabilities.to(v.dtype), v))
-    out = torch.cat(outs, 1).transpose(1, 2) / (1.0 - dropout)
-    return out.to(tiles.query.dtype), torch.cat(lses, 1).transpose(1, 2)
+    out = _join_heads(outs) / (1.0 - dropout)
+    return out.to(tiles.query.dtype), _join_heads(lses)
 
 
 def explicit_backward(
@@ -255,7 +265,12 @@ def explicit_backward(
         grads[0].append(torch.matmul(grad_scores, k))
         grads[1].append(torch.matmul(grad_scores.transpose(-1, -2), q))
         grads[2].append(torch.matmul(dropped.transpose(-1, -2), g))
-    return TileGradients(*(torch.cat(parts, 1).transpose(1, 2) for parts in grads))
+    return TileGradients(*map(_join_heads, grads))
+
+
+def _join_heads(parts: list[Tensor]) -> Tensor:
+    """(T, h, Q, ...) of consecutive heads to (T, Q, H, ...)."""
+    return torch.cat([part.transpose(1, 2) for part in parts], 2)
 
 
 def _head_groups(tiles: Tiles) -> Iterator[slice]:

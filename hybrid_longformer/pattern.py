@@ -49,7 +49,7 @@ def global_tokens(is_global: Tensor) -> Predicate:
 
 
 def random_blocks(block_of_token: Tensor, drawn_blocks: Tensor) -> Predicate:
-    """Token i sees the tokens of the blocks drawn for it: `block_of_token` (B, N), `drawn_blocks` (B, N, R), -1 for none."""
+    """Token i sees the blocks drawn for it: `block_of_token` is (B, N), `drawn_blocks` (B, N, R) with -1 for none."""
 
     def allows(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         key_block = block_of_token[b, j]

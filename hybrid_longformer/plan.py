@@ -247,9 +247,7 @@ class _PieceBuilder:
         if draws_blocks:
             rest.append(self._random_piece(pattern, with_globals=globals_ride and num_global > 0))
         if num_global and not globals_ride:
-            rest += self._once(
-                ("global", pattern.is_causal), lambda: [global_piece(pattern, self.batch, self.dtype)]
-            )
+            rest += self._once(("global", pattern.is_causal), lambda: [global_piece(pattern, self.batch, self.dtype)])
         return windows + rest
 
     def _once(self, key, build) -> list[Piece]:
@@ -299,7 +297,7 @@ def window_pieces(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -
 
 
 def _window_tile(window: int) -> tuple[int, int, int]:
-    """Queries per tile, tiles of keys on each side, keys per tile. Measured: W / 4 wastes little and keeps tiles large."""
+    """Queries per tile, tiles of keys on each side, keys per tile. Measured: W / 4 wastes little in large tiles."""
     queries_per_tile = 16
     while queries_per_tile < 128 and queries_per_tile * 8 <= window:
         queries_per_tile *= 2
