@@ -1,9 +1,47 @@
 """hybrid_longformer: local + global + random attention for long documents, in the Hugging Face ecosystem."""
 
 from .attention import HybridSelfAttention, HybridSparseAttention
-from .configuration_hybrid_longformer import HybridLongformerConfig
+from .configuration_hybrid_longformer import AUTO_MAP, HybridLongformerConfig
+from .modeling_hybrid_longformer import (
+    HybridLongformerForConditionalGeneration,
+    HybridLongformerForMaskedLM,
+    HybridLongformerForMultipleChoice,
+    HybridLongformerForQuestionAnswering,
+    HybridLongformerForSequenceClassification,
+    HybridLongformerForTokenClassification,
+    HybridLongformerModel,
+    HybridLongformerPreTrainedModel,
+)
 from .pattern import AttentionPattern
 
 __version__ = "0.1.0"
 
-__all__ = ["AttentionPattern", "HybridLongformerConfig", "HybridSelfAttention", "HybridSparseAttention", "__version__"]
+__all__ = [
+    "AttentionPattern",
+    "HybridLongformerConfig",
+    "HybridLongformerForConditionalGeneration",
+    "HybridLongformerForMaskedLM",
+    "HybridLongformerForMultipleChoice",
+    "HybridLongformerForQuestionAnswering",
+    "HybridLongformerForSequenceClassification",
+    "HybridLongformerForTokenClassification",
+    "HybridLongformerModel",
+    "HybridLongformerPreTrainedModel",
+    "HybridSelfAttention",
+    "HybridSparseAttention",
+    "__version__",
+]
+
+
+def _register() -> None:
+    """Makes AutoConfig and every AutoModel class know this model without trust_remote_code."""
+    import transformers
+
+    transformers.AutoConfig.register(HybridLongformerConfig.model_type, HybridLongformerConfig, exist_ok=True)
+    for auto_class, path in AUTO_MAP.items():
+        if auto_class != "AutoConfig":
+            model_class = globals()[path.rpartition(".")[2]]
+            getattr(transformers, auto_class).register(HybridLongformerConfig, model_class, exist_ok=True)
+
+
+_register()

@@ -3,7 +3,6 @@
 Letters: B batch, H heads, N tokens, D head size, E hidden size, G global tokens.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from functools import reduce
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .backend import BACKENDS, check_implementation, dense_context, dense_probabilities, plan_edges
-from .batch import Batch, check_mask, count_global_slots, describe_batch
+from .batch import Batch, check_mask, check_shape, count_global_slots, describe_batch
 from .configuration_hybrid_longformer import HybridLongformerConfig
+from .kernels import score_scale
 from .plan import LayerPlan, as_bias, build_plans
 
 GlobalContext = Literal["mean"] | None
@@ -46,7 +46,6 @@ class HybridSelfAttention(nn.Module):
             raise ValueError(f"hidden_size={hidden_size} must be a multiple of num_heads={num_heads}")
         self.num_heads = num_heads
         self.head_size = hidden_size // num_heads
-        self.scale = 1.0 / math.sqrt(self.head_size)
         self.dropout = dropout
         self.global_context = global_context
         self.query = nn.Linear(hidden_size, hidden_size)
@@ -64,7 +63,7 @@ class HybridSelfAttention(nn.Module):
         """Returns the (B, N, E) output and, if asked for, the (B, H, N, N) map of probabilities before dropout."""
         q, k, v = (self._split_heads(project(x)) for project in (self.query, self.key, self.value))
         dropout = self.dropout if self.training else 0.0
-        context = BACKENDS[attn_implementation](q, k, v, plan, self.scale, dropout)
+        context = BACKENDS[attn_implementation](q, k, v, plan, dropout)
         if plan.batch.is_global is not None:
             compute_rows = self._dense_global_rows if attn_implementation == "eager" else self._global_rows
             context = compute_rows(x, q, k, v, context, plan, dropout)
@@ -75,12 +74,12 @@ class HybridSelfAttention(nn.Module):
     def attention_map(self, x: Tensor, q: Tensor, k: Tensor, plan: LayerPlan) -> Tensor:
         """The dense (B, H, N, N) map, for looking at; the rows of real tokens sum to 1, those of padding are zero."""
         edges = plan_edges(plan)
-        probabilities = dense_probabilities(q, k, edges, self.scale)
+        probabilities = dense_probabilities(q, k, edges)
         is_global = plan.batch.is_global
         if is_global is None or not self.separate_global_projections:
             return probabilities
         rows = dense_probabilities(
-            self._split_heads(self.query_global(x)), self._split_heads(self.key_global(x)), edges, self.scale
+            self._split_heads(self.query_global(x)), self._split_heads(self.key_global(x)), edges
         )
         return torch.where(is_global[:, None, :, None], rows, probabilities)
 
@@ -104,7 +103,7 @@ class HybridSelfAttention(nn.Module):
         at_slots = slots[..., None, None].expand(-1, -1, self.num_heads, self.head_size)
         bias = global_row_bias(plan, k.dtype)
         if not self.separate_global_projections:
-            rows = _attend_rows(q.gather(1, at_slots), k, v, bias, self.scale, dropout)
+            rows = _attend_rows(q.gather(1, at_slots), k, v, bias, dropout)
         else:
             global_x = x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1]))
             global_q = self._split_heads(self.query_global(global_x))
@@ -112,7 +111,7 @@ class HybridSelfAttention(nn.Module):
                 rows = self._absorbed_rows(x, global_q, bias, dropout)
             else:
                 global_k, global_v = (self._split_heads(project(x)) for project in (self.key_global, self.value_global))
-                rows = _attend_rows(global_q, global_k, global_v, bias, self.scale, dropout)
+                rows = _attend_rows(global_q, global_k, global_v, bias, dropout)
         # Unused slots point at ordinary tokens, whose rows stay as they are.
         rows = torch.where(batch.is_global_slot[..., None, None], rows.to(context.dtype), context.gather(1, at_slots))
         return context.scatter(1, at_slots, rows)
@@ -139,7 +138,7 @@ class HybridSelfAttention(nn.Module):
             for layer in (self.key_global, self.value_global)
         )  # (H, D, E)
         x = x.to(dtype)
-        absorbed_q = torch.einsum("bghd,hde->bhge", global_q.to(dtype) * self.scale, key_weight)
+        absorbed_q = torch.einsum("bghd,hde->bhge", global_q.to(dtype) * score_scale(global_q), key_weight)
         scores = torch.matmul(absorbed_q.flatten(1, 2), x.transpose(1, 2)).unflatten(1, absorbed_q.shape[1:3])
         if bias is not None:
             scores = scores + bias.to(dtype)
@@ -173,12 +172,10 @@ def global_row_bias(plan: LayerPlan, dtype: torch.dtype) -> Tensor | None:
     return as_bias(reduce(torch.logical_and, limits), dtype)[:, None] if limits else None
 
 
-def _attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, dropout: float
-) -> Tensor:
+def _attend_rows(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
     """(B, G, H, D) queries over all N keys."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    rows = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
+    rows = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
     return rows.transpose(1, 2)
 
 
@@ -223,7 +220,7 @@ class HybridSparseAttention(nn.Module):
         block_size: S, tokens per random block.
         random_seed: of the random graph. Stacked modules see different blocks when each has its own seed.
         separate_global_projections: Longformer's extra projections for global queries.
-        is_causal: no token sees a later one.
+        causal_attention: no token sees a later one.
         dropout: of attention probabilities, in training.
         global_context: "mean" for the parameter-free global-context branch.
         max_global_tokens: a promise of at most so many global tokens per row, which spares reading their number back.
@@ -246,7 +243,7 @@ class HybridSparseAttention(nn.Module):
         block_size: int = 64,
         random_seed: int = 0,
         separate_global_projections: bool = True,
-        is_causal: bool = False,
+        causal_attention: bool = False,
         dropout: float = 0.0,
         global_context: GlobalContext = None,
         max_global_tokens: int | None = None,
@@ -266,7 +263,7 @@ class HybridSparseAttention(nn.Module):
             num_random_blocks=num_random_blocks,
             block_size=block_size,
             random_seed=random_seed,
-            is_causal=is_causal,
+            causal_attention=causal_attention,
             attention_probs_dropout_prob=dropout,
             global_context=global_context,
             max_global_tokens=max_global_tokens,
@@ -299,9 +296,13 @@ class HybridSparseAttention(nn.Module):
             document_ids: (B, N), for rows that hold several documents: each run of equal ids is one.
             return_attention_map: also return the dense (B, H, N, N) map; it takes O(N^2) memory.
         """
+        hidden_size = self.output.in_features
+        if x.dim() != 3 or x.shape[-1] != hidden_size:
+            raise ValueError(f"x has shape {tuple(x.shape)} but must be (batch, tokens, hidden_size={hidden_size})")
         shape = (x.shape[0], x.shape[1])
         for name, mask in (("global_mask", global_mask), ("padding_mask", padding_mask)):
             check_mask(name, mask, shape)
+        check_shape("document_ids", document_ids, shape)
         batch = describe_batch(
             batch_size=shape[0],
             length=shape[1],
@@ -309,7 +310,7 @@ class HybridSparseAttention(nn.Module):
             padding_mask=padding_mask,
             global_mask=global_mask,
             document_ids=document_ids,
-            num_global_slots=count_global_slots(global_mask, self.max_global_tokens),
+            num_global_slots=count_global_slots(global_mask, self.max_global_tokens, padding_mask=padding_mask),
         )
         with_pieces = self.attn_implementation == "sdpa"
         (plan,) = build_plans([self.pattern], batch, dtype=bias_dtype(x), with_pieces=with_pieces)

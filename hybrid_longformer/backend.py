@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .batch import Batch
-from .kernels import attend
+from .kernels import attend, score_scale
 from .pattern import AttentionPattern, dense_mask
 from .plan import LayerPlan, lay_out_documents, random_keys
 
@@ -43,10 +43,10 @@ def plan_edges(plan: LayerPlan) -> Tensor:
     )
 
 
-def dense_probabilities(query: Tensor, key: Tensor, edges: Tensor, scale: float) -> Tensor:
+def dense_probabilities(query: Tensor, key: Tensor, edges: Tensor) -> Tensor:
     """(B, H, N, N) attention of (B, N, H, D) queries; rows without an edge are zero, the others sum to 1."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = torch.einsum("bihd,bjhd->bhij", query.to(dtype), key.to(dtype)) * scale
+    scores = torch.einsum("bihd,bjhd->bhij", query.to(dtype), key.to(dtype)) * score_scale(query)
     scores = scores.masked_fill(~edges, torch.finfo(dtype).min)
     return torch.softmax(scores, dim=-1) * edges
 
@@ -57,15 +57,15 @@ def dense_context(probabilities: Tensor, value: Tensor, dropout: float) -> Tenso
     return torch.einsum("bhij,bjhd->bihd", dropped, value.to(dropped.dtype)).to(value.dtype)
 
 
-def eager_attention(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, scale: float, dropout: float) -> Tensor:
-    return dense_context(dense_probabilities(query, key, plan_edges(plan), scale), value, dropout)
+def eager_attention(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, dropout: float) -> Tensor:
+    return dense_context(dense_probabilities(query, key, plan_edges(plan)), value, dropout)
 
 
-def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, scale: float, dropout: float) -> Tensor:
-    return attend(query, key, value, plan.pieces, real=plan.batch.real, scale=scale, dropout=dropout)
+def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, dropout: float) -> Tensor:
+    return attend(query, key, value, plan.pieces, real=plan.batch.real, dropout=dropout)
 
 
-def flex_attention(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, scale: float, dropout: float) -> Tensor:
+def flex_attention(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, dropout: float) -> Tensor:
     """The global tokens' keys stand behind the others, so that every query reads them in the same few blocks."""
     if dropout:
         raise ValueError(
@@ -83,12 +83,11 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, s
     out = attention(
         *(x.transpose(1, 2) for x in (query, key, value)),
         block_mask=flex_block_mask(plan.pattern, batch),
-        scale=scale,
     ).transpose(1, 2)
     return out if batch.real is None else out.masked_fill(~batch.real[..., None, None], 0.0)
 
 
-BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, LayerPlan, float, float], Tensor]] = {
+BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, LayerPlan, float], Tensor]] = {
     "eager": eager_attention,
     "sdpa": sdpa_attention,
     "flex_attention": flex_attention,

@@ -104,7 +104,7 @@ def describe_batch(
     index = torch.arange(length, device=device).expand(batch_size, length)
     counted = torch.ones_like(index) if real is None else real.long()
     document = None if document_ids is None else _number_runs(document_ids)
-    position, document_length = _place_in_document(counted, document)
+    position, document_length = place_in_document(counted, document)
     is_global = global_index = is_global_slot = None
     if global_mask is not None and num_global_slots:
         is_global = global_mask.bool() if real is None else global_mask.bool() & real
@@ -129,7 +129,7 @@ def _number_runs(document_ids: Tensor) -> Tensor:
     return torch.nn.functional.pad(starts.long().cumsum(1), (1, 0))
 
 
-def _place_in_document(counted: Tensor, document: Tensor | None) -> tuple[Tensor, Tensor]:
+def place_in_document(counted: Tensor, document: Tensor | None) -> tuple[Tensor, Tensor]:
     """The rank of every counted token in its document, and the document's number of counted tokens, each (B, N)."""
     seen = counted.cumsum(1)
     if document is None:
@@ -139,37 +139,46 @@ def _place_in_document(counted: Tensor, document: Tensor | None) -> tuple[Tensor
     return (seen - before - 1).clamp(min=0), per_document.gather(1, document)
 
 
-def count_global_slots(global_mask: Tensor | None, limit: int | None = None) -> int:
+def count_global_slots(
+    global_mask: Tensor | None, limit: int | None = None, *, padding_mask: Tensor | None = None
+) -> int:
     """How many slots the plan keeps for global tokens: the one number that must be known before shapes are.
 
     Args:
+        padding_mask: (B, N); marks on padding don't count.
         limit: a promise that no row has more (then nothing is read back from the device), or None to count. A graph
             that is being compiled or exported can't count: it keeps `COMPILED_GLOBAL_SLOTS`.
     """
     if global_mask is None:
         return 0
+    is_global = global_mask.bool() if padding_mask is None else global_mask.bool() & padding_mask.bool()
     if limit is None and not torch.compiler.is_compiling():
-        return int(global_mask.bool().sum(1).max()) if global_mask.numel() else 0
+        return int(is_global.sum(1).max())
     slots = COMPILED_GLOBAL_SLOTS if limit is None else limit
-    if slots < global_mask.shape[1] and not torch.compiler.is_exporting():
+    if not torch.compiler.is_exporting():
         torch._assert_async(
-            (global_mask.bool().sum(1) <= slots).all(),
+            (is_global.sum(1) <= slots).all(),
             f"a row marks more than {slots} tokens global; set max_global_tokens to the most you use",
         )
     return slots
 
 
-def check_mask(name: str, mask: Tensor | None, shape: tuple[int, int]) -> None:
-    """Refuses a mask of another shape than (B, N) or with values other than 0 and 1."""
-    if mask is None:
-        return
-    if tuple(mask.shape) != tuple(shape):
+def check_shape(name: str, tensor: Tensor | None, shape: tuple[int, int]) -> None:
+    """Refuses a tensor of another shape than (B, N), and inputs without a token."""
+    if 0 in shape:
+        raise ValueError(f"the input has {shape} (batch, tokens): give at least one token")
+    if tensor is not None and tuple(tensor.shape) != tuple(shape):
         raise ValueError(
-            f"{name} has shape {tuple(mask.shape)} but the input has {tuple(shape)} (batch, tokens): "
+            f"{name} has shape {tuple(tensor.shape)} but the input has {tuple(shape)} (batch, tokens): "
             "give one value per token"
         )
+
+
+def check_mask(name: str, mask: Tensor | None, shape: tuple[int, int]) -> None:
+    """Refuses a mask of another shape than (B, N) or with values other than 0 and 1."""
+    check_shape(name, mask, shape)
     # Reading values back would break a compiled graph, so those check shapes only.
-    if mask.dtype == torch.bool or torch.compiler.is_compiling():
+    if mask is None or mask.dtype == torch.bool or torch.compiler.is_compiling():
         return
     wrong = (mask != 0) & (mask != 1)
     if bool(wrong.any()):

@@ -4,11 +4,8 @@ import difflib
 from typing import Any, Literal
 
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.utils import logging
 
 from .pattern import AttentionPattern
-
-logger = logging.get_logger(__name__)
 
 # What transformers itself may pass to any config beside the declared fields.
 _LIBRARY_KEYS = {
@@ -26,6 +23,18 @@ _LIBRARY_KEYS = {
     "quantization_config",
     "tie_last_hidden_states",
     "torch_dtype",
+}
+_CODE = "modeling_hybrid_longformer.HybridLongformer"
+# Where each Auto class finds its class in the code files that travel with a checkpoint.
+AUTO_MAP = {
+    "AutoConfig": "configuration_hybrid_longformer.HybridLongformerConfig",
+    "AutoModel": f"{_CODE}Model",
+    "AutoModelForMaskedLM": f"{_CODE}ForMaskedLM",
+    "AutoModelForMultipleChoice": f"{_CODE}ForMultipleChoice",
+    "AutoModelForQuestionAnswering": f"{_CODE}ForQuestionAnswering",
+    "AutoModelForSeq2SeqLM": f"{_CODE}ForConditionalGeneration",
+    "AutoModelForSequenceClassification": f"{_CODE}ForSequenceClassification",
+    "AutoModelForTokenClassification": f"{_CODE}ForTokenClassification",
 }
 # Distinct graphs for the layers of one model, and for the models of neighbouring seeds.
 _SEEDS_PER_MODEL = 4096
@@ -62,10 +71,20 @@ class HybridLongformerConfig(PreTrainedConfig):
         max_global_tokens (`int`, *optional*): a promise of at most so many global tokens per row. None counts them in
             every forward pass and keeps 64 slots in compiled and exported graphs.
         global_context (`str`, *optional*): "mean" adds the parameter-free global-context branch to every attention.
-        is_causal (`bool`): no token sees a later one.
+        causal_attention (`bool`): no token sees a later one.
+        position_offset (`int`): reserved first rows of the position table: 2 for RoBERTa and BART, 0 for BERT.
+        scale_embedding (`bool`): multiply word embeddings by the square root of hidden_size, as some BARTs do.
+        is_encoder_decoder (`bool`): a full-attention decoder follows the encoder; the decoder fields below then count.
+        decoder_layers (`int`, *optional*): number of decoder layers; num_hidden_layers if None.
+        decoder_attention_heads (`int`, *optional*): heads of the decoder; num_attention_heads if None.
+        decoder_intermediate_size (`int`, *optional*): of the decoder's feed-forward; intermediate_size if None.
+        decoder_max_position_embeddings (`int`): rows of the decoder's position table, reserved rows included.
+        decoder_start_token_id (`int`, *optional*): the token that generation starts from.
+        use_cache (`bool`): keep the decoder's keys and values while generating.
     """
 
     model_type = "hybrid_longformer"
+    _auto_class = "AutoConfig"
 
     vocab_size: int = 50265
     hidden_size: int = 768
@@ -95,13 +114,64 @@ class HybridLongformerConfig(PreTrainedConfig):
     num_extra_global_tokens: int = 0
     max_global_tokens: int | None = None
     global_context: Literal["mean"] | None = None
-    is_causal: bool = False
+    causal_attention: bool = False
+    position_offset: int = 2
+    scale_embedding: bool = False
+
+    decoder_layers: int | None = None
+    decoder_attention_heads: int | None = None
+    decoder_intermediate_size: int | None = None
+    decoder_max_position_embeddings: int = 1026
+    decoder_start_token_id: int | None = 2
+    use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_unknown_keys(kwargs)
         super().__post_init__(**kwargs)
+        self.auto_map = dict(AUTO_MAP)
         self._check_sizes()
         self._check_attention()
+        if self.is_encoder_decoder:
+            self.add_decoder()
+
+    def add_decoder(self) -> None:
+        """Makes this the configuration of an encoder and decoder: what is not set is as in the encoder."""
+        self.is_encoder_decoder = True
+        self.decoder_layers = self.decoder_layers or self.num_hidden_layers
+        self.decoder_attention_heads = self.decoder_attention_heads or self.num_attention_heads
+        self.decoder_intermediate_size = self.decoder_intermediate_size or self.intermediate_size
+        for name in ("decoder_layers", "decoder_attention_heads", "decoder_intermediate_size"):
+            self._check_whole(name, getattr(self, name), at_least=1)
+        self._check_whole(
+            "decoder_max_position_embeddings", self.decoder_max_position_embeddings, at_least=self.position_offset + 1
+        )
+        if self.hidden_size % self.decoder_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of "
+                f"decoder_attention_heads={self.decoder_attention_heads}"
+            )
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that the position table holds."""
+        return self.max_position_embeddings - self.position_offset
+
+    @property
+    def output_attentions(self) -> bool | None:
+        """Whether attention maps are returned by default; every backend can."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool | None) -> None:
+        self._output_attentions = value
+
+    def validate_output_attentions(self) -> None:
+        """Nothing to refuse: unlike elsewhere, maps don't need the eager backend."""
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        # A checkpoint that came from somewhere names that place's code: what is saved here carries its own.
+        self.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     def attention_patterns(self) -> list[AttentionPattern]:
         """The attention graph of every layer."""
@@ -112,7 +182,7 @@ class HybridLongformerConfig(PreTrainedConfig):
                 num_random_blocks=self.num_random_blocks,
                 block_size=self.block_size,
                 seed=self.random_seed * _SEEDS_PER_MODEL + layer,
-                is_causal=self.is_causal,
+                is_causal=self.causal_attention,
             )
             for layer, (window, dilations) in enumerate(
                 zip(self.window_per_layer, self.dilation_per_layer_and_head, strict=True)
@@ -152,7 +222,7 @@ class HybridLongformerConfig(PreTrainedConfig):
             "block_size",
         ):
             self._check_whole(name, getattr(self, name), at_least=1)
-        for name in ("num_random_blocks", "num_extra_global_tokens", "random_seed"):
+        for name in ("num_random_blocks", "num_extra_global_tokens", "random_seed", "position_offset"):
             self._check_whole(name, getattr(self, name), at_least=0)
         if self.max_global_tokens is not None:
             self._check_whole("max_global_tokens", self.max_global_tokens, at_least=1)
@@ -161,6 +231,11 @@ class HybridLongformerConfig(PreTrainedConfig):
             optional = name == "classifier_dropout" and value is None
             if not optional and not (_is_number(value) and 0 <= value < 1):
                 raise ValueError(f"{name}={value!r} must be a probability of at least 0 and below 1")
+        if self.max_tokens < 1:
+            raise ValueError(
+                f"max_position_embeddings={self.max_position_embeddings} leaves no row for a token after "
+                f"position_offset={self.position_offset} reserved ones: use at least {self.position_offset + 1}"
+            )
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}"
@@ -171,7 +246,7 @@ class HybridLongformerConfig(PreTrainedConfig):
         self._check_dilations()
         if self.global_context not in (None, "mean"):
             raise ValueError(f"global_context={self.global_context!r} must be None or 'mean'")
-        for name in ("separate_global_projections", "is_causal"):
+        for name in ("separate_global_projections", "causal_attention"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.num_random_blocks:
@@ -186,7 +261,7 @@ class HybridLongformerConfig(PreTrainedConfig):
             if window % 2:
                 raise ValueError(
                     f"attention_window={window} is odd, but it is split evenly between both sides of a token: "
-                    f"use {window - 1 or 2} or {window + 1}"
+                    f"use {window - 1} or {window + 1}"
                 )
 
     def _check_dilations(self) -> None:

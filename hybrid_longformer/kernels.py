@@ -7,6 +7,7 @@ log-sum-exp, which makes its gradient the exact one. Only q, k, v, out and the l
 Letters: B batch, N tokens, H heads, D head size, T tiles, Q queries per tile, K keys per tile.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -48,24 +49,24 @@ def attend(
     pieces: Sequence[Piece],
     *,
     real: Tensor | None = None,
-    scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of (B, N, H, D) queries over the edges of all pieces, with one softmax.
+    """Attention of (B, N, H, D) queries over the edges of all pieces, with one softmax of q . k / sqrt(D).
 
     Args:
         real: (B, N) bool; the rows of other tokens give zeros.
         dropout: probability of dropping each attention probability after the softmax, as in RoBERTa.
     """
-    return _Attend.apply(query, key, value, list(pieces), real, scale, dropout)
+    # The sum makes a compiler read the number here: first read inside the function, it would not be known outside.
+    return _Attend.apply(query, key, value, list(pieces), real, dropout + 0.0)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query, key, value, pieces, real, scale, dropout):
+    def forward(ctx: Any, query, key, value, pieces, real, dropout):
         with torch.autocast(query.device.type, enabled=False):
-            out, lse, kept = _attend_forward(query, key, value, pieces, real, scale, dropout)
-        ctx.pieces, ctx.scale, ctx.dropout = pieces, scale, dropout
+            out, lse, kept = _attend_forward(query, key, value, pieces, real, dropout)
+        ctx.pieces, ctx.dropout = pieces, dropout
         ctx.save_for_backward(query, key, value, out, lse, *kept)
         return out
 
@@ -73,11 +74,11 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out):
         query, key, value, out, lse, *kept = ctx.saved_tensors
         with torch.autocast(query.device.type, enabled=False):
-            grads = _attend_backward(grad_out, query, key, value, out, lse, kept, ctx.pieces, ctx.scale, ctx.dropout)
-        return *grads, None, None, None, None
+            grads = _attend_backward(grad_out, query, key, value, out, lse, kept, ctx.pieces, ctx.dropout)
+        return *grads, None, None, None
 
 
-def _attend_forward(query, key, value, pieces, real, scale, dropout) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _attend_forward(query, key, value, pieces, real, dropout) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The merged output and log-sum-exp of all pieces, and which probabilities were kept."""
     merged: tuple[Tensor, Tensor] | None = None
     kept: list[Tensor] = []
@@ -90,7 +91,7 @@ def _attend_forward(query, key, value, pieces, real, scale, dropout) -> tuple[Te
             tiles = _tiles(piece, q_tiles, sources, first, last)
             keep = draw_keep_mask(tiles, dropout) if dropout else None
             kept += [] if keep is None else [keep]
-            out, lse = _forward_kernel(tiles, scale, keep, dropout)
+            out, lse = _forward_kernel(tiles, keep, dropout)
             outs.append(out)
             lses.append(lse)
         joined = piece.join_queries(outs, 0.0), piece.join_queries(lses, torch.finfo(lses[0].dtype).min)
@@ -106,7 +107,7 @@ def _attend_forward(query, key, value, pieces, real, scale, dropout) -> tuple[Te
     return out.contiguous(), lse, kept
 
 
-def _attend_backward(grad_out, query, key, value, out, lse, kept, pieces, scale, dropout) -> list[Tensor]:
+def _attend_backward(grad_out, query, key, value, out, lse, kept, pieces, dropout) -> list[Tensor]:
     """The gradients of query, key and value: the sum of what every piece says."""
     sum_dtype = torch.promote_types(query.dtype, torch.float32)
     grads: list[Tensor] = []
@@ -121,7 +122,7 @@ def _attend_backward(grad_out, query, key, value, out, lse, kept, pieces, scale,
         for first, last in _chunks(piece):
             tiles = _tiles(piece, q_tiles, sources, first, last)
             results = o_tiles[first:last], lse_tiles[first:last], grad_tiles[first:last]
-            part = _backward_kernel(tiles, *results, scale, next(kept) if dropout else None, dropout)
+            part = _backward_kernel(tiles, *results, next(kept) if dropout else None, dropout)
             grad_queries.append(part.query)
             for total, grad in zip(totals, part[1:], strict=True):
                 piece.add_key_tiles(total, grad, first, last)
@@ -175,35 +176,33 @@ def _add_gradients(grads: list[Tensor], parts: list[Tensor], query: Tensor, head
     return [grad.add_(part) for grad, part in zip(grads, parts, strict=True)] if grads else parts
 
 
-def _forward_kernel(tiles: Tiles, scale: float, keep: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
+def _forward_kernel(tiles: Tiles, keep: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
     """(T, Q, H, D) outputs and (T, Q, H) log-sum-exps by the fastest kernel that can."""
     if keep is None and _can_fuse(tiles):
-        return fused_forward(tiles, scale)
-    return explicit_forward(tiles, scale, keep, dropout)
+        return fused_forward(tiles)
+    return explicit_forward(tiles, keep, dropout)
 
 
-def _backward_kernel(tiles: Tiles, out, lse, grad_out, scale: float, keep, dropout: float) -> TileGradients:
+def _backward_kernel(tiles: Tiles, out, lse, grad_out, keep, dropout: float) -> TileGradients:
     if keep is None and _can_fuse(tiles):
-        return fused_backward(tiles, out, lse, grad_out, scale)
-    return explicit_backward(tiles, out, lse, grad_out, scale, keep, dropout)
+        return fused_backward(tiles, out, lse, grad_out)
+    return explicit_backward(tiles, out, lse, grad_out, keep, dropout)
 
 
 def _can_fuse(tiles: Tiles) -> bool:
     return _HAS_FUSED_CPU_KERNEL and tiles.query.device.type == "cpu" and not torch.compiler.is_exporting()
 
 
-def fused_forward(tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+def fused_forward(tiles: Tiles) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2) for x in tiles[:3])
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, attn_mask=tiles.bias, scale=scale
-    )
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=tiles.bias)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
-def fused_backward(tiles: Tiles, out: Tensor, lse: Tensor, grad_out: Tensor, scale: float) -> TileGradients:
+def fused_backward(tiles: Tiles, out: Tensor, lse: Tensor, grad_out: Tensor) -> TileGradients:
     q, k, v, out, lse, grad_out = (x.transpose(1, 2) for x in (*tiles[:3], out, lse, grad_out))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, q, k, v, out, lse, 0.0, False, attn_mask=tiles.bias, scale=scale
+        grad_out, q, k, v, out, lse, 0.0, False, attn_mask=tiles.bias
     )
     return TileGradients(*(grad.transpose(1, 2) for grad in grads))
 
@@ -220,13 +219,11 @@ def draw_keep_mask(tiles: Tiles, dropout: float) -> Tensor:
     return (words.view(torch.int16)[:numel] >= round(dropout * 2**16) - 2**15).view(shape)
 
 
-def explicit_forward(
-    tiles: Tiles, scale: float, keep: Tensor | None = None, dropout: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def explicit_forward(tiles: Tiles, keep: Tensor | None = None, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
     """The fused kernel's twin in plain operations: any device, and dropout on the probabilities."""
     outs, lses = [], []
     for heads in _head_groups(tiles):
-        _, _, v, scores = _scores(tiles, heads, scale)
+        _, _, v, scores = _scores(tiles, heads)
         largest = scores.amax(-1)
         probabilities = torch.softmax(scores, -1)
         # The largest probability is exp(largest - lse).
@@ -243,7 +240,6 @@ def explicit_backward(
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
-    scale: float,
     keep: Tensor | None = None,
     dropout: float = 0.0,
 ) -> TileGradients:
@@ -251,7 +247,7 @@ def explicit_backward(
     # What every score's gradient has in common: sum_j p_ij dp_ij, which equals out_i . grad_out_i.
     common = (out.to(lse.dtype) * grad_out.to(lse.dtype)).sum(-1)
     for heads in _head_groups(tiles):
-        q, k, v, scores = _scores(tiles, heads, scale)
+        q, k, v, scores = _scores(tiles, heads)
         g = grad_out[:, :, heads].transpose(1, 2).to(v.dtype)
         probabilities = (scores - lse[:, :, heads].transpose(1, 2)[..., None]).exp_()
         grad_scores = torch.matmul(g, v.transpose(-1, -2)).to(scores.dtype)
@@ -260,7 +256,7 @@ def explicit_backward(
             factor = keep[:, heads] * (1.0 / (1.0 - dropout))
             dropped = probabilities * factor
             grad_scores = grad_scores * factor
-        grad_scores = (grad_scores - common[:, :, heads].transpose(1, 2)[..., None]) * (probabilities * scale)
+        grad_scores = (grad_scores - common[:, :, heads].transpose(1, 2)[..., None]) * (probabilities * score_scale(q))
         grad_scores, dropped = grad_scores.to(v.dtype), dropped.to(v.dtype)
         grads[0].append(torch.matmul(grad_scores, k))
         grads[1].append(torch.matmul(grad_scores.transpose(-1, -2), q))
@@ -273,6 +269,10 @@ def _join_heads(parts: list[Tensor]) -> Tensor:
     return torch.cat([part.transpose(1, 2) for part in parts], 2)
 
 
+def score_scale(query: Tensor) -> float:
+    return 1.0 / math.sqrt(query.shape[-1])
+
+
 def _head_groups(tiles: Tiles) -> Iterator[slice]:
     """One head at a time on CPUs, whose caches then hold the scores; all at once elsewhere."""
     num_heads = tiles.query.shape[2]
@@ -280,13 +280,13 @@ def _head_groups(tiles: Tiles) -> Iterator[slice]:
     return (slice(head, head + step) for head in range(0, num_heads, step))
 
 
-def _scores(tiles: Tiles, heads: slice, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _scores(tiles: Tiles, heads: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q (T, h, Q, D), k and v (T, h, K, D) of some heads, and their biased scores (T, h, Q, K) in at least float32."""
     q, k, v = (x[:, :, heads].transpose(1, 2) for x in tiles[:3])
     score_dtype = torch.promote_types(q.dtype, torch.float32)
     if q.device.type == "cpu":
         q, k, v = (x.to(score_dtype) for x in (q, k, v))
-    scores = torch.matmul(q, k.transpose(-1, -2)).to(score_dtype) * scale
+    scores = torch.matmul(q, k.transpose(-1, -2)).to(score_dtype) * score_scale(q)
     if tiles.bias is not None:
         scores = scores + (tiles.bias[:, heads] if tiles.bias.shape[1] > 1 else tiles.bias)
     return q, k, v, scores

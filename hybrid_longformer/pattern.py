@@ -172,7 +172,7 @@ def _hash(values: Tensor, salt: int) -> Tensor:
 
 
 def dense_mask(allows: Predicate, *, batch_size: int, num_heads: int, length: int, device: torch.device) -> Tensor:
-    """The whole (B, H, N, N) graph of a predicate, for looking at and for short inputs."""
+    """The whole (B, H, N, N) graph of a predicate, with H = 1 if all heads see the same; for maps and short inputs."""
     indices = [torch.arange(size, device=device) for size in (batch_size, num_heads, length, length)]
     b, h, i, j = (index.view([-1 if axis == a else 1 for a in range(4)]) for axis, index in enumerate(indices))
     return allows(b, h, i, j).expand(batch_size, -1, length, length)

@@ -47,7 +47,7 @@ class Case:
             "num_random_blocks": self.num_random_blocks,
             "block_size": self.block_size,
             "random_seed": self.seed,
-            "is_causal": self.is_causal,
+            "causal_attention": self.is_causal,
             "separate_global_projections": self.separate_global_projections,
             "global_context": self.global_context,
         }

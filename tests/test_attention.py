@@ -313,12 +313,20 @@ def test_autocast_agrees_with_half_precision() -> None:
         ({"padding_mask": torch.tensor([[0.0, 0.0, 0.0, 0.0, -1e4]])}, "padding_mask contains -10000"),
         ({"padding_mask": torch.ones(1, 4)}, r"padding_mask has shape \(1, 4\) but the input has \(1, 5\)"),
         ({"global_mask": torch.ones(5)}, r"global_mask has shape \(5,\)"),
+        ({"document_ids": torch.zeros(2, 5)}, r"document_ids has shape \(2, 5\)"),
     ],
 )
 def test_wrong_masks_are_refused(changes: dict, message: str) -> None:
     module = HybridSparseAttention(hidden_size=32, num_heads=2, attention_window=8)
     with pytest.raises(ValueError, match=message):
         module(torch.randn(1, 5, 32), **changes)
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (1, 5, 31), (1, 0, 32)])
+def test_wrong_inputs_are_refused(shape: tuple[int, ...]) -> None:
+    module = HybridSparseAttention(hidden_size=32, num_heads=2, attention_window=8)
+    with pytest.raises(ValueError, match=r"x has shape|at least one token"):
+        module(torch.randn(shape))
 
 
 def test_unknown_backend_is_refused() -> None:
@@ -333,6 +341,9 @@ def test_promise_of_few_globals_is_kept_or_refused() -> None:
     x, global_mask = torch.randn(2, 100, 32), torch.zeros(2, 100, dtype=torch.long)
     global_mask[0, [3, 50, 99]] = 1
     assert largest(module(x, global_mask) - free(x, global_mask)) <= 1e-6
+    padding_mask = torch.ones_like(global_mask)
+    padding_mask[0, 99] = 0
     global_mask[0, 51] = 1
+    assert largest(module(x, global_mask, padding_mask) - free(x, global_mask, padding_mask)) <= 1e-6
     with pytest.raises(RuntimeError, match="more than 3 tokens global; set max_global_tokens"):
         module(x, global_mask)

@@ -31,7 +31,7 @@ SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
         ({"attention_probs_dropout_prob": 1.0}, "attention_probs_dropout_prob=1.0 must be a probability"),
         ({"hidden_dropout_prob": -0.1}, "hidden_dropout_prob=-0.1"),
         ({"global_context": "max"}, "global_context='max' must be None or 'mean'"),
-        ({"is_causal": "yes"}, "is_causal='yes' must be True or False"),
+        ({"causal_attention": "yes"}, "causal_attention='yes' must be True or False"),
         ({"attention_windw": 512}, "attention_windw=512 is not a field.*did you mean 'attention_window'"),
         ({"num_random_block": 3}, "did you mean 'num_random_blocks'"),
         ({"flavour": "mint"}, "flavour='mint' is not a field of this configuration"),

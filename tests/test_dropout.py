@@ -40,7 +40,7 @@ def test_dropout_gradients_are_exact(case: Case) -> None:
         patch.setattr(kernels, "draw_keep_mask", fixed_mask)
 
         def function(q, k, v):
-            return attend(q, k, v, plan.pieces, real=batch.real, scale=0.5, dropout=0.3)
+            return attend(q, k, v, plan.pieces, real=batch.real, dropout=0.3)
 
         assert torch.autograd.gradcheck(function, (q, k, v), fast_mode=True)
 

@@ -1,0 +1,120 @@
+"""Inputs: checks at the model's door, and the global tokens each task has by default.
+
+Letters: B batch, N tokens, E hidden size.
+"""
+
+import torch
+from torch import Tensor
+
+from .batch import check_mask, check_shape
+from .configuration_hybrid_longformer import HybridLongformerConfig
+
+
+def check_inputs(
+    config: HybridLongformerConfig,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    attention_mask: Tensor | None = None,
+    global_attention_mask: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> None:
+    """Refuses what would otherwise end in a wrong result, a NaN or a device-side assert."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give exactly one of input_ids and inputs_embeds")
+    source = input_ids if input_ids is not None else inputs_embeds
+    assert source is not None
+    if source.dim() != (2 if input_ids is not None else 3):
+        name = "input_ids" if input_ids is not None else "inputs_embeds"
+        wanted = "(batch, tokens)" if input_ids is not None else "(batch, tokens, hidden)"
+        raise ValueError(f"{name} has shape {tuple(source.shape)} but must be {wanted}")
+    shape = (source.shape[0], source.shape[1])
+    check_mask("attention_mask", attention_mask, shape)
+    check_mask("global_attention_mask", global_attention_mask, shape)
+    check_shape("document_ids", document_ids, shape)
+    check_shape("token_type_ids", token_type_ids, shape)
+    _check_ids("input_ids", input_ids, config.vocab_size, "vocab_size")
+    _check_ids("token_type_ids", token_type_ids, config.type_vocab_size, "type_vocab_size")
+
+
+def _check_ids(name: str, ids: Tensor | None, limit: int, field: str) -> None:
+    # A compiled graph can't look at values; there the embedding's own check has to do.
+    if ids is None or ids.numel() == 0 or torch.compiler.is_compiling():
+        return
+    lowest, highest = (int(value) for value in torch.stack(torch.aminmax(ids)))
+    if lowest < 0 or highest >= limit:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(
+            f"{name} contains {wrong}, but {field}={limit} allows 0 to {limit - 1}: "
+            "use the checkpoint's own tokenizer, or resize the embeddings"
+        )
+
+
+def check_positions(config: HybridLongformerConfig, position_ids: Tensor) -> None:
+    """Refuses positions beyond the table."""
+    if torch.compiler.is_compiling() or position_ids.numel() == 0:
+        return
+    highest = int(position_ids.max())
+    if highest >= config.max_position_embeddings:
+        raise ValueError(
+            f"the input has {highest + 1 - config.position_offset} tokens in a document, but the position table holds "
+            f"{config.max_tokens} (max_position_embeddings={config.max_position_embeddings}): truncate it, cut it into "
+            "overlapping windows, or convert the checkpoint with a larger max_length"
+        )
+
+
+def document_starts(position_ids: Tensor) -> Tensor | None:
+    """(B, N) document numbers: where position ids decrease, a new document starts."""
+    decreases = position_ids[:, 1:] < position_ids[:, :-1]
+    return torch.nn.functional.pad(decreases.long().cumsum(1), (1, 0))
+
+
+def first_real_token(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """(B, E) state of each row's first real token, which left padding moves."""
+    if attention_mask is None:
+        return hidden_states[:, 0]
+    index = attention_mask.long().argmax(1)
+    return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), index]
+
+
+def first_token_mask(input_ids: Tensor | None, inputs_embeds: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+    """(B, N) 1 at each row's first real token."""
+    source = input_ids if input_ids is not None else inputs_embeds
+    assert source is not None
+    real = torch.ones(source.shape[:2], dtype=torch.long, device=source.device)
+    real = real if attention_mask is None else attention_mask.long()
+    return ((real.cumsum(1) == 1) & (real == 1)).long()
+
+
+def question_mask(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, attention_mask: Tensor | None, sep_token_id: int | None
+) -> Tensor:
+    """(B, N) 1 at the question: every token before the first separator, wherever that is and however many follow.
+
+    A row without a second segment (no separator, or only one that ends it) has no question to find: its first token.
+    """
+    first = first_token_mask(input_ids, inputs_embeds, attention_mask)
+    if input_ids is None or sep_token_id is None:
+        return first
+    before, behind = _segments(input_ids, attention_mask, sep_token_id)
+    return torch.where(behind.any(1, keepdim=True), before.long(), first)
+
+
+def second_segment_mask(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, attention_mask: Tensor | None, sep_token_id: int | None
+) -> Tensor:
+    """(B, N) 1 at everything behind the separators that end the first segment; without any, at the first token."""
+    first = first_token_mask(input_ids, inputs_embeds, attention_mask)
+    if input_ids is None or sep_token_id is None:
+        return first
+    _, behind = _segments(input_ids, attention_mask, sep_token_id)
+    return torch.where(behind.any(1, keepdim=True), behind.long(), first)
+
+
+def _segments(input_ids: Tensor, attention_mask: Tensor | None, sep_token_id: int) -> tuple[Tensor, Tensor]:
+    """(B, N) bool: real tokens before the first separator, and those from the first other token behind it on."""
+    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    is_separator = (input_ids == sep_token_id) & real
+    has_separator_before = is_separator.long().cumsum(1) > 0
+    starts_behind = (has_separator_before & ~is_separator & real).long().cumsum(1) > 0
+    return ~has_separator_before & real, starts_behind & real

@@ -1,0 +1,716 @@
+"""The model family: embeddings, layers of hybrid attention, and a head for each task.
+
+The whole forward pass is `HybridLongformerModel.forward`: check the inputs, embed them, build every layer's plan from
+the masks, run the layers. Which token sees which is in pattern.py, how that is laid out in plan.py, how it is computed
+in backend.py. Every head takes `global_attention_mask` and, when it is None, chooses the global tokens of its task.
+
+Letters: B batch, H heads, N tokens, E hidden size, X extra global tokens.
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    BaseModelOutputWithPooling,
+    MaskedLMOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    Seq2SeqLMOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention import HybridSelfAttention, bias_dtype
+from .backend import check_implementation
+from .batch import Batch, count_global_slots, describe_batch, place_in_document
+from .configuration_hybrid_longformer import HybridLongformerConfig
+from .inputs import (
+    check_inputs,
+    check_positions,
+    document_starts,
+    first_real_token,
+    first_token_mask,
+    question_mask,
+    second_segment_mask,
+)
+from .layers import (
+    DecoderCrossAttention,
+    DecoderSelfAttention,
+    HybridLongformerDecoderLayer,
+    HybridLongformerEmbeddings,
+    HybridLongformerEncoder,
+    HybridLongformerLayer,
+)
+from .plan import build_plans
+from .saving import push_checkpoint, save_extras
+
+
+class HybridLongformerPreTrainedModel(PreTrainedModel):
+    """What all classes share: configuration, initialisation, and checkpoints that carry their code."""
+
+    config: HybridLongformerConfig
+    config_class = HybridLongformerConfig
+    base_model_prefix = "hybrid_longformer"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _no_split_modules = ["HybridLongformerEmbeddings", "HybridLongformerLayer", "HybridLongformerDecoderLayer"]
+    _can_record_outputs = {"hidden_states": HybridLongformerLayer, "attentions": HybridSelfAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, HybridLongformerModel) and module.extra_global_tokens is not None:
+            init.normal_(module.extra_global_tokens, mean=0.0, std=self.config.initializer_range)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *args: Any, tokenizer: Any = None, **kwargs: Any
+    ) -> None:
+        """As in transformers, and writes the model card (and the tokenizer, if given) beside weights and code."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            save_extras(self, save_directory, tokenizer)
+
+    def push_to_hub(self, repo_id: str, *, tokenizer: Any = None, **kwargs: Any) -> Any:
+        """Uploads the same self-contained folder that `save_pretrained` writes.
+
+        Args:
+            tokenizer: saved along, if given.
+            kwargs: commit_message, commit_description, private, token, revision, create_pr, max_shard_size.
+        """
+        return push_checkpoint(self, repo_id, tokenizer=tokenizer, **kwargs)
+
+
+class HybridLongformerModel(HybridLongformerPreTrainedModel):
+    """The encoder: hidden states for every token and, with a pooler, one vector for the document."""
+
+    _auto_class = "AutoModel"
+
+    def __init__(self, config: HybridLongformerConfig, add_pooling_layer: bool = True):
+        super().__init__(config)
+        self.patterns = config.attention_patterns()
+        self.embeddings = HybridLongformerEmbeddings(config)
+        self.extra_global_tokens = None
+        if config.num_extra_global_tokens:
+            size = (config.num_extra_global_tokens, config.hidden_size)
+            self.extra_global_tokens = nn.Parameter(torch.empty(size).normal_(std=config.initializer_range))
+        self.encoder = HybridLongformerEncoder(config)
+        self.pooler = Pooler(config) if add_pooling_layer else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings.word_embeddings = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPooling | tuple:
+        """Encodes (B, N) tokens.
+
+        Args:
+            attention_mask: (B, N), 1 for real tokens, 0 for padding, on either side.
+            global_attention_mask: (B, N), 1 for tokens that see and are seen by all; None for no such token.
+            position_ids: (B, N) rows of the position table. Where they decrease, a new packed document starts.
+            document_ids: (B, N), for rows that hold several documents: each run of equal ids is one.
+        """
+        return_dict = kwargs.pop("return_dict", None)
+        outputs = self._encode(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            global_attention_mask=global_attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            document_ids=document_ids,
+            **kwargs,
+        )
+        extra = self.config.num_extra_global_tokens
+        if extra and outputs.hidden_states is not None:
+            states = outputs.hidden_states
+            outputs.hidden_states = (*(state[:, extra:] for state in states[:-1]), states[-1])
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        return outputs if return_dict else outputs.to_tuple()
+
+    @capture_outputs
+    def _encode(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        global_attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        document_ids: Tensor | None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPooling:
+        check_inputs(
+            self.config, input_ids, inputs_embeds, attention_mask, global_attention_mask, token_type_ids, document_ids
+        )
+        if document_ids is None and position_ids is not None:
+            document_ids = document_starts(position_ids)
+        if position_ids is None:
+            position_ids = self._position_ids(input_ids, inputs_embeds, attention_mask, document_ids)
+        check_positions(self.config, position_ids)
+        hidden_states = self.embeddings(input_ids, inputs_embeds, position_ids, token_type_ids)
+        hidden_states, batch = self._describe(hidden_states, attention_mask, global_attention_mask, document_ids)
+        implementation = check_implementation(self.config._attn_implementation)
+        plans = build_plans(self.patterns, batch, dtype=bias_dtype(hidden_states), with_pieces=implementation == "sdpa")
+        wants_maps = self.config.output_attentions if output_attentions is None else output_attentions
+        hidden_states = self.encoder(
+            hidden_states, plans, attn_implementation=implementation, output_attentions=bool(wants_maps)
+        )
+        hidden_states = hidden_states[:, self.config.num_extra_global_tokens :]
+        pooled = None if self.pooler is None else self.pooler(first_real_token(hidden_states, attention_mask))
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+
+    def _position_ids(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        document_ids: Tensor | None,
+    ) -> Tensor:
+        """Each document's real tokens count from the first unreserved row; padding gets the row before it (RoBERTa)."""
+        if input_ids is not None and self.config.pad_token_id is not None:
+            counted = (input_ids != self.config.pad_token_id).long()
+        elif attention_mask is not None:
+            counted = attention_mask.long()
+        else:
+            source = input_ids if input_ids is not None else inputs_embeds
+            assert source is not None
+            counted = torch.ones(source.shape[:2], dtype=torch.long, device=source.device)
+        position, _ = place_in_document(counted, document_ids)
+        offset = self.config.position_offset
+        return torch.where(counted == 1, position + offset, max(offset - 1, 0))
+
+    def _describe(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        global_attention_mask: Tensor | None,
+        document_ids: Tensor | None,
+    ) -> tuple[Tensor, Batch]:
+        """The batch's facts; the extra global tokens, if any, are put before every row."""
+        slots = count_global_slots(global_attention_mask, self.config.max_global_tokens, padding_mask=attention_mask)
+        if self.extra_global_tokens is not None:
+            if document_ids is not None:
+                raise ValueError(
+                    f"num_extra_global_tokens={self.config.num_extra_global_tokens} belong to one document, but this "
+                    "row packs several: give each document its own row"
+                )
+            batch_size, extra = hidden_states.shape[0], self.config.num_extra_global_tokens
+            tokens = self.extra_global_tokens.to(hidden_states.dtype).expand(batch_size, -1, -1)
+            hidden_states = torch.cat([tokens, hidden_states], dim=1)
+            if global_attention_mask is None:
+                global_attention_mask = hidden_states.new_zeros(batch_size, hidden_states.shape[1] - extra).long()
+            global_attention_mask = F.pad(global_attention_mask, (extra, 0), value=1)
+            attention_mask = None if attention_mask is None else F.pad(attention_mask, (extra, 0), value=1)
+            slots += extra
+        batch = describe_batch(
+            batch_size=hidden_states.shape[0],
+            length=hidden_states.shape[1],
+            device=hidden_states.device,
+            padding_mask=attention_mask,
+            global_mask=global_attention_mask,
+            document_ids=document_ids,
+            num_global_slots=slots,
+        )
+        return hidden_states, batch
+
+
+class Pooler(nn.Module):
+    """The first real token's state through a dense layer and tanh."""
+
+    def __init__(self, config: HybridLongformerConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, first_token: Tensor) -> Tensor:
+        return torch.tanh(self.dense(first_token))
+
+
+class LMHead(nn.Module):
+    """RoBERTa's language-model head."""
+
+    def __init__(self, config: HybridLongformerConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.activation = ACT2FN["gelu"]
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.decoder(self.layer_norm(self.activation(self.dense(hidden_states))))
+
+
+class ClassificationHead(nn.Module):
+    """RoBERTa's classification head over the first real token."""
+
+    def __init__(self, config: HybridLongformerConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = nn.Dropout(classifier_dropout(config))
+        self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
+
+    def forward(self, first_token: Tensor) -> Tensor:
+        return self.out_proj(self.dropout(torch.tanh(self.dense(self.dropout(first_token)))))
+
+
+def classifier_dropout(config: HybridLongformerConfig) -> float:
+    return config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+
+
+def token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Cross-entropy over labelled tokens: their mean, or their sum over the number in the whole accumulated batch."""
+    flat_logits, flat_labels = logits.flatten(0, -2).float(), labels.flatten().to(logits.device)
+    if num_items_in_batch is None:
+        return F.cross_entropy(flat_logits, flat_labels)
+    return F.cross_entropy(flat_logits, flat_labels, reduction="sum") / num_items_in_batch
+
+
+class TokenPredictionModel(HybridLongformerPreTrainedModel):
+    """What heads that say something of every token share. No token is global unless `global_attention_mask` says so."""
+
+    output_class: type
+
+    def token_logits(self, hidden_states: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`labels` (B, N): the class of each token, or -100 where there is none. Packed documents are welcome."""
+        outputs = self.hybrid_longformer(
+            input_ids,
+            attention_mask=attention_mask,
+            global_attention_mask=global_attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            document_ids=document_ids,
+            **kwargs,
+        )
+        logits = self.token_logits(outputs.last_hidden_state)
+        loss = None if labels is None else token_loss(logits, labels, kwargs.get("num_items_in_batch"))
+        return self.output_class(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class HybridLongformerForMaskedLM(TokenPredictionModel):
+    """Predicts masked tokens."""
+
+    _auto_class = "AutoModelForMaskedLM"
+    _tied_weights_keys = {"lm_head.decoder.weight": "hybrid_longformer.embeddings.word_embeddings.weight"}
+    output_class = MaskedLMOutput
+
+    def __init__(self, config: HybridLongformerConfig):
+        super().__init__(config)
+        self.hybrid_longformer = HybridLongformerModel(config, add_pooling_layer=False)
+        self.lm_head = LMHead(config)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.lm_head.decoder = new_embeddings
+
+    def token_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.lm_head(hidden_states)
+
+
+class HybridLongformerForTokenClassification(TokenPredictionModel):
+    """Labels every token."""
+
+    _auto_class = "AutoModelForTokenClassification"
+    output_class = TokenClassifierOutput
+
+    def __init__(self, config: HybridLongformerConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.hybrid_longformer = HybridLongformerModel(config, add_pooling_layer=False)
+        self.dropout = nn.Dropout(classifier_dropout(config))
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def token_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.classifier(self.dropout(hidden_states))
+
+
+class DocumentPredictionModel(HybridLongformerPreTrainedModel):
+    """What heads that say something of the whole document share: one document per row."""
+
+    def encode_document(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, global_attention_mask: Tensor, **kwargs: Any
+    ) -> BaseModelOutputWithPooling:
+        if kwargs.get("document_ids") is not None:
+            raise ValueError(
+                f"{type(self).__name__} gives one answer per row, but document_ids pack several documents into one: "
+                "give each document its own row"
+            )
+        return self.hybrid_longformer(
+            input_ids, attention_mask=attention_mask, global_attention_mask=global_attention_mask, **kwargs
+        )
+
+
+class HybridLongformerForSequenceClassification(DocumentPredictionModel):
+    """Classifies documents. The first token is global unless `global_attention_mask` is given."""
+
+    _auto_class = "AutoModelForSequenceClassification"
+
+    def __init__(self, config: HybridLongformerConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.hybrid_longformer = HybridLongformerModel(config, add_pooling_layer=False)
+        self.classifier = ClassificationHead(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """`labels` (B), or (B, num_labels) for several labels or regression targets at once."""
+        if global_attention_mask is None:
+            global_attention_mask = first_token_mask(input_ids, inputs_embeds, attention_mask)
+        kwargs |= {"token_type_ids": token_type_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
+        outputs = self.encode_document(input_ids, attention_mask, global_attention_mask, **kwargs)
+        logits = self.classifier(first_real_token(outputs.last_hidden_state, attention_mask))
+        loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class HybridLongformerForMultipleChoice(DocumentPredictionModel):
+    """Chooses among (B, choices, N) inputs. The tokens behind the first segment, the choice, are global by default."""
+
+    _auto_class = "AutoModelForMultipleChoice"
+
+    def __init__(self, config: HybridLongformerConfig):
+        super().__init__(config)
+        self.hybrid_longformer = HybridLongformerModel(config)
+        self.dropout = nn.Dropout(classifier_dropout(config))
+        self.classifier = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> MultipleChoiceModelOutput:
+        """All inputs are (B, choices, N); `labels` (B) is the index of the right choice."""
+        source = input_ids if input_ids is not None else inputs_embeds
+        if source is None:
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        inputs = (input_ids, attention_mask, global_attention_mask, token_type_ids, position_ids, inputs_embeds)
+        flat = [None if x is None else x.flatten(0, 1) for x in inputs]
+        input_ids, attention_mask, global_attention_mask, token_type_ids, position_ids, inputs_embeds = flat
+        if global_attention_mask is None:
+            global_attention_mask = second_segment_mask(
+                input_ids, inputs_embeds, attention_mask, self.config.sep_token_id
+            )
+        kwargs |= {"token_type_ids": token_type_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
+        outputs = self.encode_document(input_ids, attention_mask, global_attention_mask, **kwargs)
+        logits = self.classifier(self.dropout(outputs.pooler_output)).view(source.shape[:2])
+        loss = None if labels is None else F.cross_entropy(logits.float(), labels.to(logits.device))
+        return MultipleChoiceModelOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class HybridLongformerForQuestionAnswering(DocumentPredictionModel):
+    """Finds the answer's first and last token. The question is global unless `global_attention_mask` is given."""
+
+    _auto_class = "AutoModelForQuestionAnswering"
+
+    def __init__(self, config: HybridLongformerConfig):
+        super().__init__(config)
+        self.hybrid_longformer = HybridLongformerModel(config, add_pooling_layer=False)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> QuestionAnsweringModelOutput:
+        """`start_positions` and `end_positions` (B): positions beyond the input don't count in the loss."""
+        if global_attention_mask is None:
+            global_attention_mask = question_mask(input_ids, inputs_embeds, attention_mask, self.config.sep_token_id)
+        kwargs |= {"token_type_ids": token_type_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
+        outputs = self.encode_document(input_ids, attention_mask, global_attention_mask, **kwargs)
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits.contiguous(),
+            end_logits=end_logits.contiguous(),
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class HybridLongformerDecoder(HybridLongformerPreTrainedModel):
+    """A full-attention decoder with cross-attention and cache."""
+
+    _can_record_outputs = {
+        "hidden_states": HybridLongformerDecoderLayer,
+        "attentions": DecoderSelfAttention,
+        "cross_attentions": DecoderCrossAttention,
+    }
+
+    def __init__(self, config: HybridLongformerConfig):
+        super().__init__(config)
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.word_scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
+        self.position_embeddings = nn.Embedding(config.decoder_max_position_embeddings, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.layer = nn.ModuleList(HybridLongformerDecoderLayer(config, i) for i in range(config.decoder_layers or 0))
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.word_embeddings = value
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Decodes (B, T) tokens; positions follow on what the cache holds."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds")
+        words = self.word_embeddings(input_ids) * self.word_scale if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        hidden_states = self.dropout(self.LayerNorm(words + self._positions(past, words)))
+        own_cache = past_key_values.self_attention_cache if past_key_values is not None else None
+        causal_mask = create_causal_mask(
+            config=self.config, inputs_embeds=words, attention_mask=attention_mask, past_key_values=own_cache
+        )
+        cross_mask = create_bidirectional_mask(
+            config=self.config,
+            inputs_embeds=words,
+            attention_mask=encoder_attention_mask,
+            encoder_hidden_states=encoder_hidden_states,
+        )
+        for layer in self.layer:
+            hidden_states = layer(
+                hidden_states,
+                causal_mask,
+                encoder_hidden_states,
+                encoder_attention_mask=cross_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=hidden_states, past_key_values=past_key_values if use_cache else None
+        )
+
+    def _positions(self, past: Any, words: Tensor) -> Tensor:
+        length, rows = words.shape[1], self.config.decoder_max_position_embeddings
+        offset = self.config.position_offset
+        if isinstance(past, int) and past + length + offset > rows:
+            raise ValueError(
+                f"the decoder is at token {past + length}, but its position table holds {rows - offset} "
+                f"(decoder_max_position_embeddings={rows}): lower max_new_tokens or truncate the labels"
+            )
+        return self.position_embeddings(torch.arange(length, device=words.device) + (past + offset))
+
+
+class HybridLongformerForConditionalGeneration(HybridLongformerPreTrainedModel, GenerationMixin):
+    """Writes text about long documents. The first token is global unless `global_attention_mask` is given."""
+
+    _auto_class = "AutoModelForSeq2SeqLM"
+    _tied_weights_keys = {
+        "decoder.word_embeddings.weight": "hybrid_longformer.embeddings.word_embeddings.weight",
+        "lm_head.weight": "hybrid_longformer.embeddings.word_embeddings.weight",
+    }
+
+    def __init__(self, config: HybridLongformerConfig):
+        config.add_decoder()
+        super().__init__(config)
+        self.hybrid_longformer = HybridLongformerModel(config, add_pooling_layer=False)
+        self.decoder = HybridLongformerDecoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def get_encoder(self, *args: Any, **kwargs: Any) -> nn.Module:
+        return self.hybrid_longformer
+
+    def get_decoder(self) -> nn.Module:
+        return self.decoder
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.lm_head = new_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.hybrid_longformer.set_input_embeddings(value)
+        self.decoder.set_input_embeddings(value)
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """Labels shifted right behind the start token, as the data collator for seq2seq wants them."""
+        start, padding = self.config.decoder_start_token_id, self.config.pad_token_id
+        if start is None or padding is None:
+            raise ValueError(
+                f"decoder_start_token_id={start} and pad_token_id={padding} must both be set to train on labels"
+            )
+        shifted = torch.cat([labels.new_full((labels.shape[0], 1), start), labels[:, :-1]], dim=1)
+        return shifted.masked_fill(shifted == -100, padding)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: Any = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqLMOutput:
+        """`labels` (B, T): the summary's tokens, -100 for padding; decoder inputs are made of them if not given."""
+        if encoder_outputs is None:
+            encoder_outputs = self.hybrid_longformer(
+                input_ids,
+                attention_mask=attention_mask,
+                global_attention_mask=self._global_mask(
+                    global_attention_mask, input_ids, inputs_embeds, attention_mask
+                ),
+                inputs_embeds=inputs_embeds,
+                token_type_ids=token_type_ids,
+                **kwargs,
+            )
+        elif not isinstance(encoder_outputs, BaseModelOutput | BaseModelOutputWithPooling):
+            encoder_outputs = BaseModelOutput(*encoder_outputs)
+        if labels is not None:
+            use_cache = False
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        decoded = self.decoder(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            encoder_hidden_states=encoder_outputs.last_hidden_state,
+            encoder_attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=decoder_inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(decoded.last_hidden_state)
+        loss = None if labels is None else token_loss(logits, labels, kwargs.get("num_items_in_batch"))
+        return Seq2SeqLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=decoded.past_key_values,
+            decoder_hidden_states=decoded.hidden_states,
+            decoder_attentions=decoded.attentions,
+            cross_attentions=decoded.cross_attentions,
+            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+        )
+
+    def _global_mask(
+        self,
+        given: Tensor | None,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+    ) -> Tensor:
+        return first_token_mask(input_ids, inputs_embeds, attention_mask) if given is None else given
+
+    def _prepare_encoder_decoder_kwargs_for_generation(
+        self, inputs_tensor: Tensor, model_kwargs: dict, model_input_name: str | None, generation_config: Any
+    ) -> dict:
+        """`generate` calls the encoder by itself, so the default global token is set here too."""
+        if model_kwargs.get("global_attention_mask") is None:
+            ids = inputs_tensor if inputs_tensor.dim() == 2 else None
+            embeds = None if ids is not None else inputs_tensor
+            model_kwargs["global_attention_mask"] = first_token_mask(ids, embeds, model_kwargs.get("attention_mask"))
+        return super()._prepare_encoder_decoder_kwargs_for_generation(
+            inputs_tensor, model_kwargs, model_input_name, generation_config
+        )
