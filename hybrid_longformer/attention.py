@@ -296,7 +296,7 @@ class HybridSparseAttention(nn.Module):
             document_ids: (B, N), for rows that hold several documents: each run of equal ids is one.
             return_attention_map: also return the dense (B, H, N, N) map; it takes O(N^2) memory.
         """
-        hidden_size = self.output.in_features
+        hidden_size = self.attention.query.in_features
         if x.dim() != 3 or x.shape[-1] != hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)} but must be (batch, tokens, hidden_size={hidden_size})")
         shape = (x.shape[0], x.shape[1])
