@@ -12,6 +12,7 @@ from .modeling_hybrid_longformer import (
     HybridLongformerModel,
     HybridLongformerPreTrainedModel,
 )
+from .packing import PackingCollator, unpack
 from .pattern import AttentionPattern
 
 __version__ = "0.1.0"
@@ -29,7 +30,9 @@ __all__ = [
     "HybridLongformerPreTrainedModel",
     "HybridSelfAttention",
     "HybridSparseAttention",
+    "PackingCollator",
     "__version__",
+    "unpack",
 ]
 
 

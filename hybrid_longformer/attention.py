@@ -63,13 +63,18 @@ class HybridSelfAttention(nn.Module):
         """Returns the (B, N, E) output and, if asked for, the (B, H, N, N) map of probabilities before dropout."""
         q, k, v = (self._split_heads(project(x)) for project in (self.query, self.key, self.value))
         dropout = self.dropout if self.training else 0.0
-        context = BACKENDS[attn_implementation](q, k, v, plan, dropout)
-        if plan.batch.is_global is not None:
-            compute_rows = self._dense_global_rows if attn_implementation == "eager" else self._global_rows
-            context = compute_rows(x, q, k, v, context, plan, dropout)
+        attention_map = None
+        if output_attentions or attn_implementation == "eager":
+            attention_map = self.attention_map(x, q, k, plan)
+        if attn_implementation == "eager":
+            context = self._mix_by_map(x, v, attention_map, plan, dropout)
+        else:
+            context = BACKENDS[attn_implementation](q, k, v, plan, dropout)
+            if plan.batch.is_global is not None:
+                context = self._global_rows(x, q, k, v, context, plan, dropout)
         if self.global_context == "mean":
             context = context + global_context_mix(self._split_heads(x), q, k, plan.batch)
-        return context.flatten(2), self.attention_map(x, q, k, plan) if output_attentions else None
+        return context.flatten(2), attention_map if output_attentions else None
 
     def attention_map(self, x: Tensor, q: Tensor, k: Tensor, plan: LayerPlan) -> Tensor:
         """The dense (B, H, N, N) map, for looking at; the rows of real tokens sum to 1, those of padding are zero."""
@@ -86,13 +91,13 @@ class HybridSelfAttention(nn.Module):
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, self.head_size))
 
-    def _dense_global_rows(self, x, q, k, v, context, plan: LayerPlan, dropout: float) -> Tensor:
-        """The oracle's way: every token's global projections, densely; only the global rows are kept."""
-        if not self.separate_global_projections:
-            return context
-        rows = dense_context(self.attention_map(x, q, k, plan), self._split_heads(self.value_global(x)), dropout)
+    def _mix_by_map(self, x, v, attention_map, plan: LayerPlan, dropout: float) -> Tensor:
+        """The oracle's way: the dense map itself mixes the values, so that gradients pass through it."""
+        context = dense_context(attention_map, v, dropout)
         is_global = plan.batch.is_global
-        assert is_global is not None
+        if is_global is None or not self.separate_global_projections:
+            return context
+        rows = dense_context(attention_map, self._split_heads(self.value_global(x)), dropout)
         return torch.where(is_global[..., None, None], rows, context)
 
     def _global_rows(self, x, q, k, v, context, plan: LayerPlan, dropout: float) -> Tensor:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .attend import attend
 from .batch import Batch
-from .kernels import attend, score_scale
-from .pattern import AttentionPattern, dense_mask
+from .kernels import score_scale
+from .pattern import AttentionPattern, ceil_div, dense_mask
 from .plan import LayerPlan, lay_out_documents, random_keys
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
@@ -152,10 +153,10 @@ def flex_block_map(pattern: AttentionPattern, batch: Batch) -> Tensor:
     """(B, query blocks, key blocks) bool: the blocks that hold any edge of a non-global query."""
     batch_size, length = batch.shape
     device = batch.position.device
-    query_blocks, row_blocks = -(-length // FLEX_BLOCK), -(-length // FLEX_BLOCK)
-    key_blocks = -(-(length + batch.num_global_slots) // FLEX_BLOCK)
+    query_blocks = row_blocks = ceil_div(length, FLEX_BLOCK)
+    key_blocks = ceil_div(length + batch.num_global_slots, FLEX_BLOCK)
     query, key = torch.arange(query_blocks, device=device)[:, None], torch.arange(key_blocks, device=device)
-    reach = -(-(pattern.window // 2) * max(pattern.dilation_per_head) // FLEX_BLOCK)
+    reach = ceil_div(pattern.window // 2 * max(pattern.dilation_per_head), FLEX_BLOCK)
     first_global_block = length // FLEX_BLOCK if batch.num_global_slots else row_blocks
     near = ((query - key).abs() <= reach) & (key < row_blocks)
     blocks = (near | (key >= first_global_block)).expand(batch_size, -1, -1)

@@ -60,6 +60,8 @@ class HybridLongformerConfig(PreTrainedConfig):
         initializer_range (`float`): standard deviation of new weights.
         layer_norm_eps (`float`): epsilon of the layer norms.
         classifier_dropout (`float`, *optional*): dropout before a classification head; hidden_dropout_prob if None.
+        classifier_act (`str`): activation inside the sequence-classification head: "tanh" as in RoBERTa and BERT.
+        lm_head_act (`str`): activation inside the masked-language-model head: "gelu" as in RoBERTa.
         attention_window (`int` or `list[int]`): W, for all layers or one per layer; even. Token i sees |i-j| <= W/2.
         attention_dilation (`int`, `list[int]` or `list[list[int]]`): d, for all layers, per layer, or per layer and
             head. Token i sees |i-j| <= d*W/2 where (i-j) is a multiple of d.
@@ -79,6 +81,7 @@ class HybridLongformerConfig(PreTrainedConfig):
         decoder_attention_heads (`int`, *optional*): heads of the decoder; num_attention_heads if None.
         decoder_intermediate_size (`int`, *optional*): of the decoder's feed-forward; intermediate_size if None.
         decoder_max_position_embeddings (`int`): rows of the decoder's position table, reserved rows included.
+        tie_encoder_decoder (`bool`): decoder layers share the weights of the encoder's, all but the cross-attention.
         decoder_start_token_id (`int`, *optional*): the token that generation starts from.
         use_cache (`bool`): keep the decoder's keys and values while generating.
     """
@@ -103,6 +106,8 @@ class HybridLongformerConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     sep_token_id: int | None = 2
     classifier_dropout: float | int | None = None
+    classifier_act: str = "tanh"
+    lm_head_act: str = "gelu"
     tie_word_embeddings: bool = True
 
     attention_window: int | list[int] = 512
@@ -122,6 +127,7 @@ class HybridLongformerConfig(PreTrainedConfig):
     decoder_attention_heads: int | None = None
     decoder_intermediate_size: int | None = None
     decoder_max_position_embeddings: int = 1026
+    tie_encoder_decoder: bool = False
     decoder_start_token_id: int | None = 2
     use_cache: bool = True
 
@@ -149,6 +155,24 @@ class HybridLongformerConfig(PreTrainedConfig):
             raise ValueError(
                 f"hidden_size={self.hidden_size} must be a multiple of "
                 f"decoder_attention_heads={self.decoder_attention_heads}"
+            )
+        if self.tie_encoder_decoder:
+            self._check_tied_decoder()
+
+    def _check_tied_decoder(self) -> None:
+        for name, encoder_name in (
+            ("decoder_layers", "num_hidden_layers"),
+            ("decoder_attention_heads", "num_attention_heads"),
+            ("decoder_intermediate_size", "intermediate_size"),
+        ):
+            if getattr(self, name) != getattr(self, encoder_name):
+                raise ValueError(
+                    f"tie_encoder_decoder=True needs equal layers, but {name}={getattr(self, name)} and "
+                    f"{encoder_name}={getattr(self, encoder_name)}: make them equal or do not tie"
+                )
+        if not self.tie_word_embeddings:
+            raise ValueError(
+                "tie_encoder_decoder=True needs tie_word_embeddings=True: transformers ties all or nothing"
             )
 
     @property

@@ -20,21 +20,30 @@ def check_inputs(
     document_ids: Tensor | None = None,
 ) -> None:
     """Refuses what would otherwise end in a wrong result, a NaN or a device-side assert."""
-    if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("give exactly one of input_ids and inputs_embeds")
-    source = input_ids if input_ids is not None else inputs_embeds
-    assert source is not None
-    if source.dim() != (2 if input_ids is not None else 3):
-        name = "input_ids" if input_ids is not None else "inputs_embeds"
-        wanted = "(batch, tokens)" if input_ids is not None else "(batch, tokens, hidden)"
-        raise ValueError(f"{name} has shape {tuple(source.shape)} but must be {wanted}")
-    shape = (source.shape[0], source.shape[1])
+    shape = input_shape(input_ids, inputs_embeds)
+    if inputs_embeds is not None and inputs_embeds.shape[-1] != config.hidden_size:
+        raise ValueError(
+            f"inputs_embeds has shape {tuple(inputs_embeds.shape)} but must be (batch, tokens, {config.hidden_size})"
+        )
     check_mask("attention_mask", attention_mask, shape)
     check_mask("global_attention_mask", global_attention_mask, shape)
     check_shape("document_ids", document_ids, shape)
     check_shape("token_type_ids", token_type_ids, shape)
     _check_ids("input_ids", input_ids, config.vocab_size, "vocab_size")
     _check_ids("token_type_ids", token_type_ids, config.type_vocab_size, "type_vocab_size")
+
+
+def input_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None, *, rows: str = "batch") -> tuple[int, int]:
+    """The first two sizes of the one input there has to be: (B, N), or (B, choices) where rows are given so."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give exactly one of input_ids and inputs_embeds")
+    name, source, wanted = "input_ids", input_ids, f"({rows}, tokens)"
+    if source is None:
+        name, source, wanted = "inputs_embeds", inputs_embeds, f"({rows}, tokens, hidden)"
+    assert source is not None
+    if source.dim() != wanted.count(",") + 1:
+        raise ValueError(f"{name} has shape {tuple(source.shape)} but must be {wanted}")
+    return source.shape[0], source.shape[1]
 
 
 def _check_ids(name: str, ids: Tensor | None, limit: int, field: str) -> None:
@@ -51,10 +60,12 @@ def _check_ids(name: str, ids: Tensor | None, limit: int, field: str) -> None:
 
 
 def check_positions(config: HybridLongformerConfig, position_ids: Tensor) -> None:
-    """Refuses positions beyond the table."""
+    """Refuses positions outside the table."""
     if torch.compiler.is_compiling() or position_ids.numel() == 0:
         return
-    highest = int(position_ids.max())
+    lowest, highest = (int(value) for value in torch.stack(torch.aminmax(position_ids)))
+    if lowest < 0:
+        raise ValueError(f"position_ids contains {lowest}, but the position table's first row is 0")
     if highest >= config.max_position_embeddings:
         raise ValueError(
             f"the input has {highest + 1 - config.position_offset} tokens in a document, but the position table holds "
@@ -63,7 +74,23 @@ def check_positions(config: HybridLongformerConfig, position_ids: Tensor) -> Non
         )
 
 
-def document_starts(position_ids: Tensor) -> Tensor | None:
+def spread_positions(position_ids: Tensor, shape: tuple[int, int]) -> Tensor:
+    """(B, N) positions: one row of them serves the whole batch."""
+    if position_ids.dim() == 2 and position_ids.shape[0] == 1:
+        position_ids = position_ids.expand(shape[0], -1)
+    check_shape("position_ids", position_ids, shape)
+    return position_ids
+
+
+def has_restart(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
+    """Whether a row packs several documents: positions of real tokens decrease. A compiled graph can't tell."""
+    if torch.compiler.is_compiling():
+        return False
+    decreases = position_ids[:, 1:] < position_ids[:, :-1]
+    return bool(decreases.any() if attention_mask is None else (decreases & attention_mask[:, 1:].bool()).any())
+
+
+def document_starts(position_ids: Tensor) -> Tensor:
     """(B, N) document numbers: where position ids decrease, a new document starts."""
     decreases = position_ids[:, 1:] < position_ids[:, :-1]
     return torch.nn.functional.pad(decreases.long().cumsum(1), (1, 0))
@@ -79,9 +106,11 @@ def first_real_token(hidden_states: Tensor, attention_mask: Tensor | None) -> Te
 
 def first_token_mask(input_ids: Tensor | None, inputs_embeds: Tensor | None, attention_mask: Tensor | None) -> Tensor:
     """(B, N) 1 at each row's first real token."""
+    shape = input_shape(input_ids, inputs_embeds)
+    check_shape("attention_mask", attention_mask, shape)
     source = input_ids if input_ids is not None else inputs_embeds
     assert source is not None
-    real = torch.ones(source.shape[:2], dtype=torch.long, device=source.device)
+    real = torch.ones(shape, dtype=torch.long, device=source.device)
     real = real if attention_mask is None else attention_mask.long()
     return ((real.cumsum(1) == 1) & (real == 1)).long()
 

@@ -15,7 +15,6 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.pytorch_utils import apply_chunking_to_forward
 
 from .attention import HybridSelfAttention
 from .configuration_hybrid_longformer import HybridLongformerConfig
@@ -42,7 +41,7 @@ class HybridLongformerEmbeddings(nn.Module):
         position_ids: Tensor,
         token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        words = self.word_embeddings(input_ids) * self.word_scale if inputs_embeds is None else inputs_embeds
+        words = (self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds) * self.word_scale
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(position_ids)
         embeddings = words + self.token_type_embeddings(token_type_ids) + self.position_embeddings(position_ids)
@@ -103,7 +102,10 @@ class HybridLongformerLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, plan: LayerPlan, **options: Any) -> Tensor:
         attended = self.attention(hidden_states, plan, **options)
-        return apply_chunking_to_forward(self._feed_forward, self.chunk_size, 1, attended)
+        if not self.chunk_size:
+            return self._feed_forward(attended)
+        # Not transformers' own chunking: that takes lengths only that the chunks divide.
+        return torch.cat([self._feed_forward(chunk) for chunk in attended.split(self.chunk_size, dim=1)], dim=1)
 
     def _feed_forward(self, hidden_states: Tensor) -> Tensor:
         return self.output(self.intermediate(hidden_states), hidden_states)

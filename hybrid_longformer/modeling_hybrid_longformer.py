@@ -43,8 +43,11 @@ from .inputs import (
     document_starts,
     first_real_token,
     first_token_mask,
+    has_restart,
+    input_shape,
     question_mask,
     second_segment_mask,
+    spread_positions,
 )
 from .layers import (
     DecoderCrossAttention,
@@ -99,8 +102,11 @@ class HybridLongformerModel(HybridLongformerPreTrainedModel):
 
     _auto_class = "AutoModel"
 
-    def __init__(self, config: HybridLongformerConfig, add_pooling_layer: bool = True):
+    def __init__(
+        self, config: HybridLongformerConfig, add_pooling_layer: bool = True, first_token_is_global: bool = False
+    ):
         super().__init__(config)
+        self.first_token_is_global = first_token_is_global
         self.patterns = config.attention_patterns()
         self.embeddings = HybridLongformerEmbeddings(config)
         self.extra_global_tokens = None
@@ -133,11 +139,14 @@ class HybridLongformerModel(HybridLongformerPreTrainedModel):
 
         Args:
             attention_mask: (B, N), 1 for real tokens, 0 for padding, on either side.
-            global_attention_mask: (B, N), 1 for tokens that see and are seen by all; None for no such token.
+            global_attention_mask: (B, N), 1 for tokens that see and are seen by all; None for no such token, or for
+                the first one in an encoder that feeds a decoder.
             position_ids: (B, N) rows of the position table. Where they decrease, a new packed document starts.
             document_ids: (B, N), for rows that hold several documents: each run of equal ids is one.
         """
         return_dict = kwargs.pop("return_dict", None)
+        if global_attention_mask is None and self.first_token_is_global:
+            global_attention_mask = first_token_mask(input_ids, inputs_embeds, attention_mask)
         outputs = self._encode(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -146,6 +155,7 @@ class HybridLongformerModel(HybridLongformerPreTrainedModel):
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             document_ids=document_ids,
+            return_dict=True,
             **kwargs,
         )
         extra = self.config.num_extra_global_tokens
@@ -171,7 +181,11 @@ class HybridLongformerModel(HybridLongformerPreTrainedModel):
         check_inputs(
             self.config, input_ids, inputs_embeds, attention_mask, global_attention_mask, token_type_ids, document_ids
         )
-        if document_ids is None and position_ids is not None:
+        if position_ids is not None:
+            position_ids = spread_positions(position_ids, input_shape(input_ids, inputs_embeds))
+        if self.extra_global_tokens is not None:
+            self._refuse_packed_rows(document_ids, position_ids, attention_mask)
+        elif document_ids is None and position_ids is not None:
             document_ids = document_starts(position_ids)
         if position_ids is None:
             position_ids = self._position_ids(input_ids, inputs_embeds, attention_mask, document_ids)
@@ -208,6 +222,15 @@ class HybridLongformerModel(HybridLongformerPreTrainedModel):
         offset = self.config.position_offset
         return torch.where(counted == 1, position + offset, max(offset - 1, 0))
 
+    def _refuse_packed_rows(
+        self, document_ids: Tensor | None, position_ids: Tensor | None, attention_mask: Tensor | None
+    ) -> None:
+        if document_ids is not None or (position_ids is not None and has_restart(position_ids, attention_mask)):
+            raise ValueError(
+                f"num_extra_global_tokens={self.config.num_extra_global_tokens} belong to one document, but this "
+                "row packs several: give each document its own row"
+            )
+
     def _describe(
         self,
         hidden_states: Tensor,
@@ -218,11 +241,6 @@ class HybridLongformerModel(HybridLongformerPreTrainedModel):
         """The batch's facts; the extra global tokens, if any, are put before every row."""
         slots = count_global_slots(global_attention_mask, self.config.max_global_tokens, padding_mask=attention_mask)
         if self.extra_global_tokens is not None:
-            if document_ids is not None:
-                raise ValueError(
-                    f"num_extra_global_tokens={self.config.num_extra_global_tokens} belong to one document, but this "
-                    "row packs several: give each document its own row"
-                )
             batch_size, extra = hidden_states.shape[0], self.config.num_extra_global_tokens
             tokens = self.extra_global_tokens.to(hidden_states.dtype).expand(batch_size, -1, -1)
             hidden_states = torch.cat([tokens, hidden_states], dim=1)
@@ -261,7 +279,7 @@ class LMHead(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.activation = ACT2FN["gelu"]
+        self.activation = ACT2FN[config.lm_head_act]
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -274,11 +292,12 @@ class ClassificationHead(nn.Module):
     def __init__(self, config: HybridLongformerConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.classifier_act]
         self.dropout = nn.Dropout(classifier_dropout(config))
         self.out_proj = nn.Linear(config.hidden_size, config.num_labels)
 
     def forward(self, first_token: Tensor) -> Tensor:
-        return self.out_proj(self.dropout(torch.tanh(self.dense(self.dropout(first_token)))))
+        return self.out_proj(self.dropout(self.activation(self.dense(self.dropout(first_token)))))
 
 
 def classifier_dropout(config: HybridLongformerConfig) -> float:
@@ -291,6 +310,14 @@ def token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Any = None) -
     if num_items_in_batch is None:
         return F.cross_entropy(flat_logits, flat_labels)
     return F.cross_entropy(flat_logits, flat_labels, reduction="sum") / num_items_in_batch
+
+
+def refuse_document_ids(model: nn.Module, document_ids: Tensor | None) -> None:
+    if document_ids is not None:
+        raise ValueError(
+            f"{type(model).__name__} gives one answer per row, but document_ids pack several documents into one: "
+            "give each document its own row"
+        )
 
 
 class TokenPredictionModel(HybridLongformerPreTrainedModel):
@@ -323,6 +350,7 @@ class TokenPredictionModel(HybridLongformerPreTrainedModel):
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             document_ids=document_ids,
+            return_dict=True,
             **kwargs,
         )
         logits = self.token_logits(outputs.last_hidden_state)
@@ -376,16 +404,19 @@ class HybridLongformerForTokenClassification(TokenPredictionModel):
 class DocumentPredictionModel(HybridLongformerPreTrainedModel):
     """What heads that say something of the whole document share: one document per row."""
 
+    # Their losses are means over rows, so that Trainer has to divide them by the steps it accumulates.
+    accepts_loss_kwargs = False
+
     def encode_document(
         self, input_ids: Tensor | None, attention_mask: Tensor | None, global_attention_mask: Tensor, **kwargs: Any
     ) -> BaseModelOutputWithPooling:
-        if kwargs.get("document_ids") is not None:
-            raise ValueError(
-                f"{type(self).__name__} gives one answer per row, but document_ids pack several documents into one: "
-                "give each document its own row"
-            )
+        refuse_document_ids(self, kwargs.get("document_ids"))
         return self.hybrid_longformer(
-            input_ids, attention_mask=attention_mask, global_attention_mask=global_attention_mask, **kwargs
+            input_ids,
+            attention_mask=attention_mask,
+            global_attention_mask=global_attention_mask,
+            return_dict=True,
+            **kwargs,
         )
 
 
@@ -450,9 +481,7 @@ class HybridLongformerForMultipleChoice(DocumentPredictionModel):
         **kwargs: Any,
     ) -> MultipleChoiceModelOutput:
         """All inputs are (B, choices, N); `labels` (B) is the index of the right choice."""
-        source = input_ids if input_ids is not None else inputs_embeds
-        if source is None:
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        batch_size, num_choices = input_shape(input_ids, inputs_embeds, rows="batch, choices")
         inputs = (input_ids, attention_mask, global_attention_mask, token_type_ids, position_ids, inputs_embeds)
         flat = [None if x is None else x.flatten(0, 1) for x in inputs]
         input_ids, attention_mask, global_attention_mask, token_type_ids, position_ids, inputs_embeds = flat
@@ -462,7 +491,7 @@ class HybridLongformerForMultipleChoice(DocumentPredictionModel):
             )
         kwargs |= {"token_type_ids": token_type_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
         outputs = self.encode_document(input_ids, attention_mask, global_attention_mask, **kwargs)
-        logits = self.classifier(self.dropout(outputs.pooler_output)).view(source.shape[:2])
+        logits = self.classifier(self.dropout(outputs.pooler_output)).view(batch_size, num_choices)
         loss = None if labels is None else F.cross_entropy(logits.float(), labels.to(logits.device))
         return MultipleChoiceModelOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -553,7 +582,7 @@ class HybridLongformerDecoder(HybridLongformerPreTrainedModel):
         """Decodes (B, T) tokens; positions follow on what the cache holds."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds")
-        words = self.word_embeddings(input_ids) * self.word_scale if inputs_embeds is None else inputs_embeds
+        words = (self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds) * self.word_scale
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -592,6 +621,17 @@ class HybridLongformerDecoder(HybridLongformerPreTrainedModel):
         return self.position_embeddings(torch.arange(length, device=words.device) + (past + offset))
 
 
+def tied_layers(num_layers: int) -> dict[str, str]:
+    """For every weight of the decoder layers that the encoder layers have too, the encoder's."""
+    modules = [f"attention.self.{name}" for name in ("query", "key", "value")]
+    modules += ["attention.output.dense", "attention.output.LayerNorm"]
+    modules += ["intermediate.dense", "output.dense", "output.LayerNorm"]
+    names = [
+        f"layer.{layer}.{name}.{kind}" for layer in range(num_layers) for name in modules for kind in ("weight", "bias")
+    ]
+    return {f"decoder.{name}": f"hybrid_longformer.encoder.{name}" for name in names}
+
+
 class HybridLongformerForConditionalGeneration(HybridLongformerPreTrainedModel, GenerationMixin):
     """Writes text about long documents. The first token is global unless `global_attention_mask` is given."""
 
@@ -604,7 +644,10 @@ class HybridLongformerForConditionalGeneration(HybridLongformerPreTrainedModel, 
     def __init__(self, config: HybridLongformerConfig):
         config.add_decoder()
         super().__init__(config)
-        self.hybrid_longformer = HybridLongformerModel(config, add_pooling_layer=False)
+        if config.tie_encoder_decoder:
+            self._tied_weights_keys = self._tied_weights_keys | tied_layers(config.num_hidden_layers)
+        # `generate` calls the encoder by itself, so it is the encoder that knows the default global token.
+        self.hybrid_longformer = HybridLongformerModel(config, add_pooling_layer=False, first_token_is_global=True)
         self.decoder = HybridLongformerDecoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
         self.post_init()
@@ -623,7 +666,14 @@ class HybridLongformerForConditionalGeneration(HybridLongformerPreTrainedModel, 
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.hybrid_longformer.set_input_embeddings(value)
-        self.decoder.set_input_embeddings(value)
+        if self.config.tie_word_embeddings:
+            self.decoder.set_input_embeddings(value)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        if not self.config.tie_word_embeddings:
+            self.decoder.resize_token_embeddings(*args, **kwargs)
+        return embeddings
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Labels shifted right behind the start token, as the data collator for seq2seq wants them."""
@@ -653,15 +703,15 @@ class HybridLongformerForConditionalGeneration(HybridLongformerPreTrainedModel, 
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
         """`labels` (B, T): the summary's tokens, -100 for padding; decoder inputs are made of them if not given."""
+        refuse_document_ids(self, kwargs.get("document_ids"))
         if encoder_outputs is None:
             encoder_outputs = self.hybrid_longformer(
                 input_ids,
                 attention_mask=attention_mask,
-                global_attention_mask=self._global_mask(
-                    global_attention_mask, input_ids, inputs_embeds, attention_mask
-                ),
+                global_attention_mask=global_attention_mask,
                 inputs_embeds=inputs_embeds,
                 token_type_ids=token_type_ids,
+                return_dict=True,
                 **kwargs,
             )
         elif not isinstance(encoder_outputs, BaseModelOutput | BaseModelOutputWithPooling):
@@ -678,6 +728,7 @@ class HybridLongformerForConditionalGeneration(HybridLongformerPreTrainedModel, 
             past_key_values=past_key_values,
             inputs_embeds=decoder_inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         logits = self.lm_head(decoded.last_hidden_state)
@@ -692,25 +743,4 @@ class HybridLongformerForConditionalGeneration(HybridLongformerPreTrainedModel, 
             encoder_last_hidden_state=encoder_outputs.last_hidden_state,
             encoder_hidden_states=encoder_outputs.hidden_states,
             encoder_attentions=encoder_outputs.attentions,
-        )
-
-    def _global_mask(
-        self,
-        given: Tensor | None,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        attention_mask: Tensor | None,
-    ) -> Tensor:
-        return first_token_mask(input_ids, inputs_embeds, attention_mask) if given is None else given
-
-    def _prepare_encoder_decoder_kwargs_for_generation(
-        self, inputs_tensor: Tensor, model_kwargs: dict, model_input_name: str | None, generation_config: Any
-    ) -> dict:
-        """`generate` calls the encoder by itself, so the default global token is set here too."""
-        if model_kwargs.get("global_attention_mask") is None:
-            ids = inputs_tensor if inputs_tensor.dim() == 2 else None
-            embeds = None if ids is not None else inputs_tensor
-            model_kwargs["global_attention_mask"] = first_token_mask(ids, embeds, model_kwargs.get("attention_mask"))
-        return super()._prepare_encoder_decoder_kwargs_for_generation(
-            inputs_tensor, model_kwargs, model_input_name, generation_config
         )

@@ -18,6 +18,11 @@ from torch import Tensor
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+def ceil_div(value: int, divisor: int) -> int:
+    """Whole divisors that cover a value. Not by the -(-a // b) trick: in an ONNX graph division rounds towards zero."""
+    return (value + divisor - 1) // divisor
+
+
 def both(*predicates: Predicate) -> Predicate:
     """An edge exists where every predicate allows it."""
     return lambda b, h, i, j: reduce(torch.logical_and, (allows(b, h, i, j) for allows in predicates))
@@ -100,7 +105,7 @@ class AttentionPattern:
     @property
     def near_blocks(self) -> int:
         """Blocks on either side that the widest window may touch; random blocks are drawn beyond them only."""
-        return -(-(self.window // 2) * max(self.dilation_per_head) // self.block_size)
+        return ceil_div(self.window // 2 * max(self.dilation_per_head), self.block_size)
 
     @property
     def shortest_random_document(self) -> int:

@@ -11,14 +11,15 @@ T tiles, Q queries per tile, K keys per tile.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .batch import Batch
-from .pattern import AttentionPattern, dense_mask
+from .pattern import AttentionPattern, ceil_div, dense_mask
 
 
 @dataclass(kw_only=True)
@@ -50,7 +51,8 @@ class WindowPiece:
     @property
     def row_length(self) -> int:
         """Tokens of one row's residue class, padded to whole tiles."""
-        return _round_up(-(-self.shape[1] // self.dilation), self.queries_per_tile)
+        tiles = ceil_div(self.shape[1], self.dilation * self.queries_per_tile)
+        return tiles * self.queries_per_tile
 
     @property
     def num_tiles(self) -> int:
@@ -152,6 +154,10 @@ class GatheredPiece:
     def num_tiles(self) -> int:
         return self.shape[0] if self.query_index is None else self.query_index.shape[0] // self.queries_per_tile
 
+    @property
+    def keys_per_tile(self) -> int:
+        return self.shape[1] if self.key_index is None else self.key_index.shape[1]
+
     def split_queries(self, x: Tensor) -> Tensor:
         """(B, N, ...) to (T, Q, ...)."""
         if self.query_index is None:
@@ -195,6 +201,43 @@ class GatheredPiece:
 
 
 Piece = WindowPiece | GatheredPiece
+
+_PIECE_CLASSES: tuple[type, type] = (WindowPiece, GatheredPiece)
+
+
+def pack_pieces(pieces: Sequence[Piece]) -> tuple[list[Tensor], list[int]]:
+    """Pieces as flat lists of tensors and integers, the only things an operator of torch can be given."""
+    tensors: list[Tensor] = []
+    layout: list[int] = []
+    for piece in pieces:
+        layout.append(_PIECE_CLASSES.index(type(piece)))
+        for entry in fields(piece):
+            value = getattr(piece, entry.name)
+            if isinstance(value, Tensor):
+                tensors.append(value)
+            numbers = [] if value is None or isinstance(value, Tensor) else value
+            numbers = [numbers] if isinstance(numbers, int | torch.SymInt) else list(numbers)
+            # -1: nothing; -2: the next tensor; otherwise how many integers follow.
+            layout += [-1 if value is None else -2 if isinstance(value, Tensor) else len(numbers), *numbers]
+    return tensors, layout
+
+
+def unpack_pieces(tensors: Sequence[Tensor], layout: Sequence[int]) -> list[Piece]:
+    """The inverse of `pack_pieces`."""
+    next_tensor, next_number = iter(tensors), iter(layout)
+    pieces: list[Piece] = []
+    for kind in next_number:
+        values: dict[str, Any] = {}
+        for entry in fields(_PIECE_CLASSES[kind]):
+            count = next(next_number)
+            if count < 0:
+                values[entry.name] = None if count == -1 else next(next_tensor)
+                continue
+            numbers = [next(next_number) for _ in range(count)]
+            as_written = {"shape": tuple, "heads": list}.get(entry.name, lambda numbers: numbers[0])
+            values[entry.name] = as_written(numbers)
+        pieces.append(_PIECE_CLASSES[kind](**values))
+    return pieces
 
 
 @dataclass(kw_only=True)
@@ -301,7 +344,7 @@ def _window_tile(window: int) -> tuple[int, int, int]:
     queries_per_tile = 16
     while queries_per_tile < 128 and queries_per_tile * 8 <= window:
         queries_per_tile *= 2
-    side_tiles = -(-(window // 2) // queries_per_tile)
+    side_tiles = ceil_div(window // 2, queries_per_tile)
     return queries_per_tile, side_tiles, (2 * side_tiles + 1) * queries_per_tile
 
 
@@ -344,7 +387,7 @@ class RandomSlots:
 def lay_out_documents(batch: Batch, block_size: int, shortest_random_document: int) -> RandomSlots:
     """Gives every document its slots. Packed documents too short for random blocks get none, which bounds M."""
     batch_size, length = batch.shape
-    total_blocks = -(-length // block_size)
+    total_blocks = ceil_div(length, block_size)
     num_blocks = batch.num_blocks(block_size)
     slot = batch.position
     has_slot = torch.ones_like(slot, dtype=torch.bool) if batch.real is None else batch.real
@@ -423,7 +466,3 @@ def _flat(index: Tensor, batch: Batch) -> Tensor:
     """(B, ...) indices within a row to indices among all B * N tokens."""
     rows = torch.arange(batch.shape[0], device=index.device) * batch.shape[1]
     return index + rows.view(-1, *[1] * (index.dim() - 1))
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

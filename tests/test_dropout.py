@@ -4,15 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from hybrid_longformer import HybridSparseAttention, kernels
-from hybrid_longformer.kernels import Tiles, attend, draw_keep_mask
+from hybrid_longformer import HybridSparseAttention
+from hybrid_longformer import attend as attend_module
+from hybrid_longformer.attend import attend
+from hybrid_longformer.kernels import draw_keep_mask
 from hybrid_longformer.plan import build_plans
 from tests.cases import Case, cases
 
 
 def test_keep_mask_keeps_the_right_share_everywhere() -> None:
-    tiles = Tiles(torch.zeros(8, 128, 4, 16), torch.zeros(8, 640, 4, 16), torch.zeros(8, 640, 4, 16), None)
-    keep = draw_keep_mask(tiles, 0.1)
+    keep = draw_keep_mask((8, 4, 128, 640), 0.1, torch.device("cpu"))
     assert keep.shape == (8, 4, 128, 640)
     # Each of the four decisions in a 64-bit word by itself: a stuck sign bit would show in one of them.
     lanes = keep.flatten().view(-1, 4).float().mean(0)
@@ -21,10 +22,8 @@ def test_keep_mask_keeps_the_right_share_everywhere() -> None:
     assert ((~pairs).all(1).float().mean() - 0.01).abs() < 0.001
 
 
-def fixed_mask(tiles: Tiles, dropout: float) -> torch.Tensor:
+def fixed_mask(shape: tuple[int, ...], dropout: float, device: torch.device) -> torch.Tensor:
     """A mask that is the same at every call, so that dropout becomes a function to differentiate."""
-    count, queries, heads, _ = tiles.query.shape
-    shape = (count, heads, queries, tiles.key.shape[1])
     return torch.rand(shape, generator=torch.Generator().manual_seed(1)) >= dropout
 
 
@@ -37,7 +36,7 @@ def test_dropout_gradients_are_exact(case: Case) -> None:
     plan = build_plans([pattern], batch, dtype=torch.float64)[0]
     q, k, v = torch.randn(3, case.batch_size, case.length, case.num_heads, 4, dtype=torch.float64).requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "draw_keep_mask", fixed_mask)
+        patch.setattr(attend_module, "draw_keep_mask", fixed_mask)
 
         def function(q, k, v):
             return attend(q, k, v, plan.pieces, real=batch.real, dropout=0.3)

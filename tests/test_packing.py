@@ -1,0 +1,111 @@
+"""Packed rows give each document its own result, and the collator makes them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_longformer import HybridLongformerConfig, HybridLongformerForMaskedLM, PackingCollator, unpack
+from hybrid_longformer.packing import first_fit_decreasing
+
+
+def small_model() -> HybridLongformerForMaskedLM:
+    torch.manual_seed(0)
+    config = HybridLongformerConfig(
+        vocab_size=60,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        attention_window=8,
+        block_size=4,
+        num_random_blocks=2,
+        max_position_embeddings=202,
+    )
+    model = HybridLongformerForMaskedLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.1)
+    return model
+
+
+def features(lengths: list[int]) -> list[dict]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    result = []
+    for length in lengths:
+        ids = torch.randint(3, 60, (length,), generator=generator)
+        is_global = (torch.rand(length, generator=generator) < 0.05).long()
+        labels = torch.where(torch.rand(length, generator=generator) < 0.3, ids, -100)
+        result.append({"input_ids": ids, "global_attention_mask": is_global, "labels": labels})
+    return result
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(1, 180), min_size=1, max_size=6))
+def test_packed_documents_equal_documents_alone(lengths: list[int]) -> None:
+    model, documents = small_model(), features(lengths)
+    collator = PackingCollator(max_length=200, pad_token_id=1)
+    batch = collator(documents)
+    with torch.no_grad():
+        packed = unpack(model(**batch).logits, batch["document_ids"], batch["attention_mask"])
+    order = [index for row in first_fit_decreasing(lengths, 200) for index in row]
+    assert len(packed) == len(lengths)
+    for result, index in zip(packed, order, strict=True):
+        alone = {key: value[None] for key, value in documents[index].items() if key != "labels"}
+        with torch.no_grad():
+            assert (result - model(**alone).logits[0]).abs().max() <= 1e-5
+
+
+def test_packed_loss_is_the_loss_of_all_labelled_tokens() -> None:
+    model, documents = small_model(), features([50, 120, 30])
+    packed = model(**PackingCollator(max_length=200, pad_token_id=1)(documents)).loss
+    losses, counts = [], []
+    for document in documents:
+        alone = {key: value[None] for key, value in document.items()}
+        counts.append((document["labels"] != -100).sum())
+        losses.append(model(**alone).loss * counts[-1])
+    assert (packed - sum(losses) / sum(counts)).abs() <= 1e-5
+
+
+def test_decreasing_position_ids_start_a_document() -> None:
+    model = small_model()
+    batch = PackingCollator(max_length=200, pad_token_id=1)(features([70, 90]))
+    position_ids = torch.cat([torch.arange(2, 72), torch.arange(2, 92)])[None]
+    first, second = batch["document_ids"][0].unique_consecutive(return_counts=True)[1].tolist()
+    assert (first, second) == (70, 90)
+    inputs = {key: batch[key] for key in ("input_ids", "global_attention_mask")}
+    with torch.no_grad():
+        by_positions = model(**inputs, position_ids=position_ids).logits
+        by_documents = model(**inputs, document_ids=batch["document_ids"]).logits
+    assert (by_positions - by_documents).abs().max() <= 1e-6
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=30))
+def test_rows_hold_every_document_once_and_never_too_much(lengths: list[int]) -> None:
+    rows = first_fit_decreasing(lengths, 100)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in row) <= 100 for row in rows)
+    # First fit never leaves two rows half empty.
+    assert sum(sum(lengths[index] for index in row) <= 50 for row in rows) <= 1
+
+
+def test_collator_pads_and_marks() -> None:
+    batch = PackingCollator(max_length=10, pad_token_id=9, pad_to_multiple_of=8)(
+        [{"input_ids": [3, 4], "labels": [-100, 4]}, {"input_ids": [5, 6, 7], "labels": [5, -100, -100]}]
+    )
+    assert batch["input_ids"].tolist() == [[3, 4, 5, 6, 7, 9, 9, 9]]
+    assert batch["labels"].tolist() == [[-100, 4, 5, -100, -100, -100, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]]
+    assert batch["document_ids"].tolist() == [[0, 0, 1, 1, 1, 2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("feature", "message"),
+    [
+        ({"input_ids": list(range(11))}, "document of 11 tokens does not fit into rows of max_length=10"),
+        ({"input_ids": [1, 2], "start_positions": 1}, "start_positions is one number per document"),
+        ({"input_ids": [1, 2], "labels": [1]}, "document 0 has 2 tokens but its 'labels'"),
+    ],
+)
+def test_collator_refuses_what_it_cannot_pack(feature: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackingCollator(max_length=10, pad_token_id=1)([feature])
