@@ -110,7 +110,9 @@ def describe_batch(
         is_global = global_mask.bool() if real is None else global_mask.bool() & real
         # Globals first and in order, then the row's other tokens: all slots are distinct, so they can be written back.
         rank = torch.where(is_global, 2 * length - index, length - index)
-        global_index = rank.topk(min(num_global_slots, length), dim=1).indices
+        # An exported graph keeps its number of slots, and takes inputs of at least as many tokens.
+        slots = num_global_slots if torch.compiler.is_exporting() else min(num_global_slots, length)
+        global_index = rank.topk(slots, dim=1).indices
         is_global_slot = is_global.gather(1, global_index)
     return Batch(
         real=real,

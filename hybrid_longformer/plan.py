@@ -275,10 +275,12 @@ class _PieceBuilder:
 
     def pieces(self, pattern: AttentionPattern) -> list[Piece]:
         length, num_global = self.batch.shape[1], self.batch.num_global_slots
-        draws_blocks = pattern.num_random_blocks > 0 and length >= pattern.shortest_random_document
+        # An exported graph serves all lengths, so it may not choose by this one's.
+        is_exporting = torch.compiler.is_exporting()
+        draws_blocks = pattern.num_random_blocks > 0 and (is_exporting or length >= pattern.shortest_random_document)
         random_keys = pattern.num_random_blocks * pattern.block_size if draws_blocks else 0
         # Reading every key is no more work than reading the tiles' keys: still O(N), and one piece instead of three.
-        if length <= _window_tile(pattern.window)[2] + random_keys + num_global:
+        if not is_exporting and length <= _window_tile(pattern.window)[2] + random_keys + num_global:
             return self._once((pattern,), lambda: [whole_piece(pattern, self.batch, self.dtype)])
         windows = self._once(
             (pattern.window, pattern.dilation_per_head, pattern.is_causal),

@@ -1,0 +1,121 @@
+"""torch.compile without a graph break or a recompile per length; torch.export and ONNX at lengths never exported."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from hybrid_longformer import HybridLongformerConfig, HybridLongformerForQuestionAnswering
+
+pytestmark = pytest.mark.slow
+
+
+def tiny_model(**changes) -> HybridLongformerForQuestionAnswering:
+    torch.manual_seed(0)
+    options = {
+        "vocab_size": 60,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "attention_window": 16,
+        "block_size": 8,
+        "num_random_blocks": 2,
+        "max_position_embeddings": 1202,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    return HybridLongformerForQuestionAnswering(HybridLongformerConfig(**(options | changes)))
+
+
+def inputs(batch_size: int, length: int, num_global: int = 7) -> dict[str, torch.Tensor]:
+    """Padding, and a number of global tokens that differs in the batch."""
+    ids = torch.randint(3, 60, (batch_size, length))
+    mask = torch.ones_like(ids)
+    mask[-1, length // 2 :] = 0
+    ids[mask == 0] = 1
+    is_global = torch.zeros_like(ids)
+    is_global[:, :num_global] = 1
+    is_global[0, length // 3] = 1
+    return {"input_ids": ids, "attention_mask": mask, "global_attention_mask": is_global}
+
+
+def labels(batch_size: int) -> dict[str, torch.Tensor]:
+    return {"start_positions": torch.arange(batch_size) + 3, "end_positions": torch.arange(batch_size) + 5}
+
+
+def loss_and_gradients(model, batch: dict, parameters) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    loss = model(**batch, **labels(len(batch["input_ids"]))).loss
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return loss, [torch.zeros(()) if gradient is None else gradient for gradient in gradients]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_training_step_compiles_whole_and_once_for_all_lengths(dropout: float) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = tiny_model(num_hidden_layers=1, attention_probs_dropout_prob=dropout).train()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    parameters = list(model.parameters())
+    for length in (300, 301, 555, 812):
+        batch = inputs(2, length, num_global=0 if dropout else 7)
+        if dropout:
+            # Without global rows the only random numbers are the operator's own: the same seed, the same drops.
+            batch["global_attention_mask"] = torch.zeros_like(batch["input_ids"])
+        torch.manual_seed(1)
+        loss, gradients = loss_and_gradients(compiled, batch, parameters)
+        torch.manual_seed(1)
+        expected_loss, expected = loss_and_gradients(model, batch, parameters)
+        assert (loss - expected_loss).abs() <= 1e-5
+        assert max((ours - exact).abs().max().item() for ours, exact in zip(gradients, expected, strict=True)) <= 1e-4
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_compiled_graph_refuses_more_globals_than_it_has_slots() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(tiny_model(num_hidden_layers=1).eval(), fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="more than 64 tokens global; set max_global_tokens"):
+        compiled(**inputs(2, 300, num_global=70))
+
+
+class TwoLogits(torch.nn.Module):
+    """The model with a tuple for an output, as exporters like it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask, global_attention_mask):
+        output = self.model(
+            input_ids, attention_mask=attention_mask, global_attention_mask=global_attention_mask, return_dict=True
+        )
+        return output.start_logits, output.end_logits
+
+
+def assert_exported_equals_model(model, run) -> None:
+    # Shorter and longer than the exported length, odd, and other batch sizes.
+    for batch_size, length in ((2, 300), (3, 555), (1, 301), (2, 20), (2, 97), (4, 1000)):
+        batch = inputs(batch_size, length)
+        with torch.no_grad():
+            expected = model(**batch)
+        start, end = run(batch)
+        real = batch["attention_mask"]
+        assert ((start - expected.start_logits) * real).abs().max() <= 1e-5
+        assert ((end - expected.end_logits) * real).abs().max() <= 1e-5
+
+
+def test_export_and_onnx_with_dynamic_batch_and_length(tmp_path) -> None:
+    model = tiny_model(max_global_tokens=16).eval()
+    dynamic = {name: dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC) for name in inputs(2, 300)}
+    program = torch.export.export(TwoLogits(model), (), inputs(2, 300), dynamic_shapes=dynamic, strict=False)
+    assert_exported_equals_model(model, lambda batch: program.module()(**batch))
+
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    torch.onnx.export(program, dynamo=True, verbose=False).save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+
+    def run(batch: dict) -> list[torch.Tensor]:
+        return [torch.tensor(x) for x in session.run(None, {name: value.numpy() for name, value in batch.items()})]
+
+    assert_exported_equals_model(model, run)
