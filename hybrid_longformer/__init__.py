@@ -2,6 +2,7 @@
 
 from .attention import HybridSelfAttention, HybridSparseAttention
 from .configuration_hybrid_longformer import AUTO_MAP, HybridLongformerConfig
+from .conversion import ConversionError, ConversionReport, convert_checkpoint, export_to_longformer
 from .modeling_hybrid_longformer import (
     HybridLongformerForConditionalGeneration,
     HybridLongformerForMaskedLM,
@@ -19,6 +20,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionPattern",
+    "ConversionError",
+    "ConversionReport",
     "HybridLongformerConfig",
     "HybridLongformerForConditionalGeneration",
     "HybridLongformerForMaskedLM",
@@ -32,6 +35,8 @@ __all__ = [
     "HybridSparseAttention",
     "PackingCollator",
     "__version__",
+    "convert_checkpoint",
+    "export_to_longformer",
     "unpack",
 ]
 

@@ -161,7 +161,9 @@ class HybridLongformerModel(HybridLongformerPreTrainedModel):
         extra = self.config.num_extra_global_tokens
         if extra and outputs.hidden_states is not None:
             states = outputs.hidden_states
-            outputs.hidden_states = (*(state[:, extra:] for state in states[:-1]), states[-1])
+            # Layers that were not asked for are None; the last one has lost its extra tokens already.
+            shown = (state if state is None else state[:, extra:] for state in states[:-1])
+            outputs.hidden_states = (*shown, states[-1])
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return outputs if return_dict else outputs.to_tuple()
 

@@ -17,24 +17,10 @@ import hybrid_longformer
 from hybrid_longformer import HybridLongformerConfig
 from hybrid_longformer.configuration_hybrid_longformer import AUTO_MAP
 from hybrid_longformer.saving import push_checkpoint
+from tests.models import tiny_config
 
 PACKAGE = Path(hybrid_longformer.__file__).parent
 MODEL_CLASSES = {auto: path.rpartition(".")[2] for auto, path in AUTO_MAP.items() if auto != "AutoConfig"}
-
-
-def tiny_config() -> HybridLongformerConfig:
-    return HybridLongformerConfig(
-        vocab_size=60,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        attention_window=8,
-        block_size=4,
-        num_random_blocks=2,
-        max_position_embeddings=202,
-        decoder_max_position_embeddings=34,
-    )
 
 
 def save(class_name: str, folder: Path, **options):

@@ -4,27 +4,16 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from hybrid_longformer import HybridLongformerConfig, HybridLongformerForQuestionAnswering
+from hybrid_longformer import HybridLongformerForQuestionAnswering
+from tests.models import tiny_config
 
 pytestmark = pytest.mark.slow
 
 
 def tiny_model(**changes) -> HybridLongformerForQuestionAnswering:
     torch.manual_seed(0)
-    options = {
-        "vocab_size": 60,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "attention_window": 16,
-        "block_size": 8,
-        "num_random_blocks": 2,
-        "max_position_embeddings": 1202,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-    return HybridLongformerForQuestionAnswering(HybridLongformerConfig(**(options | changes)))
+    options = {"max_position_embeddings": 1202, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return HybridLongformerForQuestionAnswering(tiny_config(**(options | changes)))
 
 
 def inputs(batch_size: int, length: int, num_global: int = 7) -> dict[str, torch.Tensor]:
@@ -53,7 +42,7 @@ def loss_and_gradients(model, batch: dict, parameters) -> tuple[torch.Tensor, li
 def test_training_step_compiles_whole_and_once_for_all_lengths(dropout: float) -> None:
     torch._dynamo.reset()
     counters.clear()
-    model = tiny_model(num_hidden_layers=1, attention_probs_dropout_prob=dropout).train()
+    model = tiny_model(num_hidden_layers=1, attention_window=16, attention_probs_dropout_prob=dropout).train()
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     parameters = list(model.parameters())
     for length in (300, 301, 555, 812):
@@ -73,7 +62,9 @@ def test_training_step_compiles_whole_and_once_for_all_lengths(dropout: float) -
 
 def test_compiled_graph_refuses_more_globals_than_it_has_slots() -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(tiny_model(num_hidden_layers=1).eval(), fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(
+        tiny_model(num_hidden_layers=1, attention_window=16).eval(), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
     with torch.no_grad(), pytest.raises(RuntimeError, match="more than 64 tokens global; set max_global_tokens"):
         compiled(**inputs(2, 300, num_global=70))
 

@@ -5,27 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_longformer import HybridLongformerConfig, HybridLongformerForMaskedLM, PackingCollator, unpack
+from hybrid_longformer import HybridLongformerForMaskedLM, PackingCollator, unpack
 from hybrid_longformer.packing import first_fit_decreasing
+from tests.models import build
 
 
 def small_model() -> HybridLongformerForMaskedLM:
-    torch.manual_seed(0)
-    config = HybridLongformerConfig(
-        vocab_size=60,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        attention_window=8,
-        block_size=4,
-        num_random_blocks=2,
-        max_position_embeddings=202,
-    )
-    model = HybridLongformerForMaskedLM(config).eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.1)
-    return model
+    return build(HybridLongformerForMaskedLM)
 
 
 def features(lengths: list[int]) -> list[dict]:

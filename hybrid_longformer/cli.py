@@ -1,0 +1,103 @@
+"""Command line: `hybrid-longformer convert` and `hybrid-longformer export-longformer`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .conversion import convert_checkpoint, export_to_longformer
+from .conversion_source import ConversionError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hybrid-longformer", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    convert = commands.add_parser(
+        "convert",
+        help="turn RoBERTa, XLM-RoBERTa, CamemBERT, BERT, Longformer, BigBird, BART or LED into a Hybrid Longformer",
+    )
+    _add_common(convert)
+    convert.add_argument(
+        "--max-length",
+        type=int,
+        help="tokens the result can read (4096, or the source's own length where that is more)",
+    )
+    convert.add_argument(
+        "--attention-window",
+        type=int,
+        nargs="+",
+        help="one value, or one per layer (the source's own, or 512 if it has none)",
+    )
+    convert.add_argument(
+        "--num-random-blocks",
+        type=int,
+        help="random blocks per query block (0 for Longformer and LED, BigBird's own, 3 otherwise)",
+    )
+    convert.add_argument("--block-size", type=int, help="tokens per random block (BigBird's own, 64 otherwise)")
+    convert.add_argument("--drop-head", action="store_true", help="leave the source's head out")
+    convert.add_argument(
+        "--warm-start-decoder",
+        action="store_true",
+        help="make a seq2seq model of an encoder: the decoder starts from the same weights, its cross-attention anew",
+    )
+    convert.add_argument(
+        "--tie-encoder-decoder", action="store_true", help="with --warm-start-decoder: share weights between the two"
+    )
+    convert.add_argument(
+        "--decoder-max-length", type=int, help="tokens the decoder can write (the source's own, 1024 with a warm start)"
+    )
+    export = commands.add_parser("export-longformer", help="turn a Hybrid Longformer back into a Longformer")
+    _add_common(export)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="a folder or a Hub id")
+    parser.add_argument("output", metavar="OUTPUT", help="the folder to write; it appears whole or not at all")
+    parser.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare the result with the source; refuse to write if they differ by more than 1e-4",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an output folder that has files in it")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the process's exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        report = _export(args) if args.command == "export-longformer" else _convert(args)
+    except ConversionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; nothing was written", file=sys.stderr)
+        return 130
+    print(f"{report}\n\nwritten to {args.output}")
+    return 0
+
+
+def _convert(args: argparse.Namespace):
+    window = args.attention_window
+    return convert_checkpoint(
+        args.source,
+        args.output,
+        max_length=args.max_length,
+        attention_window=window[0] if window is not None and len(window) == 1 else window,
+        num_random_blocks=args.num_random_blocks,
+        block_size=args.block_size,
+        head="drop" if args.drop_head else "keep",
+        decoder="warm-start" if args.warm_start_decoder else None,
+        tie_encoder_decoder=args.tie_encoder_decoder,
+        decoder_max_length=args.decoder_max_length,
+        verify=args.verify,
+        overwrite=args.overwrite,
+    )
+
+
+def _export(args: argparse.Namespace):
+    return export_to_longformer(args.source, args.output, verify=args.verify, overwrite=args.overwrite)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The README is true: its Python runs as it stands, its files and commands exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForQuestionAnswering
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def save_roberta(folder: Path) -> None:
+    """Somebody's own RoBERTa: the README's `my-roberta`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = ["who", "signs", "this", "agreement", "is", "signed", "by", "the", "parties", "below", "?", "."]
+    vocabulary = {token: index for index, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", "<mask>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    special = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    special |= {"sep_token": "</s>", "cls_token": "<s>", "mask_token": "<mask>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **special)
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=514,
+        type_vocab_size=1,
+    )
+    RobertaForQuestionAnswering(config).save_pretrained(folder)
+
+
+def test_python_blocks_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_roberta(tmp_path / "my-roberta")
+    names: dict = {}
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), names)
+    assert (tmp_path / "my-hybrid" / "modeling_hybrid_longformer.py").exists()
+    assert names["inputs"]["input_ids"].shape[1] > 512
+    assert (names["by_default"].start_logits - names["by_choice"].start_logits).abs().max() > 0
+    assert (names["attention_map"].sum(-1) - 1).abs().max() < 1e-5
+
+
+def test_linked_files_exist() -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`?\bmake (\w+)", README):
+        if target not in ("and", "them"):
+            assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
