@@ -26,8 +26,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer
 
-from hybrid_longformer import HybridLongformerModel
-from hybrid_longformer.conversion import convert_checkpoint
+from hybrid_longformer import HybridLongformerModel, convert_checkpoint
 
 SHARED = Path(os.environ.get("HYBRID_LONGFORMER_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 MODEL = "granite-30m-roberta"
@@ -187,42 +186,56 @@ def convert(folder: Path, **options: Any) -> HybridLongformerModel:
     return HybridLongformerModel.from_pretrained(folder, dtype=torch.float32)
 
 
-def run(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / MODEL)
-    source_model = AutoModel.from_pretrained(SHARED / "models" / MODEL, dtype=torch.float32)
-    source = Encoder(source_model, tokenizer)
-    hybrids = {
-        window: Encoder(convert(work / str(window), attention_window=window), tokenizer) for window in (512, 1024)
-    }
-    local = Encoder(convert(work / "local", num_random_blocks=0), tokenizer)
-    papers = read_papers("validation")[: arguments.papers]
-    texts = [paper["document"] for paper in papers]
-    equality = [
-        measure_equality(source, hybrids[window], texts, length=length, window=window)
+class Contenders:
+    """The source, and its conversions by window, each made when it is first needed."""
+
+    def __init__(self, work: Path):
+        self.work = work
+        self.tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / MODEL)
+        model = AutoModel.from_pretrained(SHARED / "models" / MODEL, dtype=torch.float32)
+        self.source = Encoder(model, self.tokenizer)
+        self._converted: dict[int, Encoder] = {}
+
+    def converted(self, window: int) -> Encoder:
+        if window not in self._converted:
+            model = convert(self.work / str(window), attention_window=window)
+            self._converted[window] = Encoder(model, self.tokenizer)
+        return self._converted[window]
+
+
+def run_equality(contenders: Contenders, arguments: argparse.Namespace) -> list[Row]:
+    """1. Where the window makes attention full, outputs equal the source's"""
+    texts = [paper["document"] for paper in read_papers("validation")[:8]]
+    return [
+        measure_equality(contenders.source, contenders.converted(window), texts, length=length, window=window)
         for window, length in ((512, 257), (1024, 512))
     ]
-    print(
-        "\n1. Where the window makes attention full, outputs equal the source's\n\n" + format_table(equality),
-        flush=True,
-    )
-    retrieval = []
-    encoders = {"source": source, "converted, window 512": hybrids[512], "converted, window 1024": hybrids[1024]}
+
+
+def run_retrieval(contenders: Contenders, arguments: argparse.Namespace) -> list[Row]:
+    """2. Retrieval under 512 tokens, source against conversion"""
+    encoders = {"source": contenders.source}
+    encoders |= {f"converted, window {window}": contenders.converted(window) for window in (512, 1024)}
+    rows = []
     for data, (queries, passages) in (
-        ("SciSummNet, summary sentence to paragraph", summary_queries(papers)),
+        ("SciSummNet, summary sentence to paragraph", summary_queries(read_papers("validation"))),
         ("CUAD, question to paragraph", clause_queries("validation")),
     ):
         chosen, among = _spread(queries, arguments.queries), _spread(passages, arguments.passages)
-        retrieval += measure_retrieval(encoders, chosen, among, data=data)
-    print("\n2. Retrieval under 512 tokens, source against conversion\n\n" + format_table(retrieval), flush=True)
+        rows += measure_retrieval(encoders, chosen, among, data=data)
+    return rows
+
+
+def run_documents(contenders: Contenders, arguments: argparse.Namespace) -> list[Row]:
+    """3. Whole papers: is the paper's own summary the nearest?"""
+    papers = read_papers("validation")[: arguments.papers]
     others = [paper["summary"] for paper in read_papers("train")[: arguments.other_summaries]]
-    documents = measure_documents(source, papers, others, lengths=[SOURCE_LENGTH], name="source")
-    for name, encoder, lengths in (
-        ("converted, window 512", hybrids[512], [1024, 2048, LONG_LENGTH]),
-        ("converted, window 512, no random blocks", local, [LONG_LENGTH]),
-    ):
-        documents += measure_documents(encoder, papers, others, lengths=lengths, name=name)
-    print("\n3. Whole papers: is the paper's own summary the nearest?\n\n" + format_table(documents), flush=True)
-    return {"equality": equality, "retrieval": retrieval, "documents": documents}
+    rows = measure_documents(contenders.source, papers, others, lengths=[SOURCE_LENGTH], name="source")
+    converted, lengths = contenders.converted(512), [1024, LONG_LENGTH]
+    return rows + measure_documents(converted, papers, others, lengths=lengths, name="converted, window 512")
+
+
+PARTS = {"equality": run_equality, "retrieval": run_retrieval, "documents": run_documents}
 
 
 def _spread(texts: Sequence[str], count: int) -> list[str]:
@@ -232,6 +245,7 @@ def _spread(texts: Sequence[str], count: int) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (all)")
     parser.add_argument("--quick", action="store_true", help="few papers, queries and passages")
     parser.add_argument("--papers", type=int, default=100, help="papers to compare with their summaries (%(default)s)")
     parser.add_argument("--queries", type=int, default=400, help="queries of each data set (%(default)s)")
@@ -245,16 +259,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.papers, arguments.queries, arguments.passages, arguments.other_summaries = 4, 20, 40, 20
     if not (SHARED / "models" / MODEL).is_dir():
         sys.exit(f"no weights in {SHARED / 'models' / MODEL}: set HYBRID_LONGFORMER_SHARED to the folder that has them")
-    with tempfile.TemporaryDirectory() as work:
-        results = run(arguments, Path(work))
-    results |= {
-        "command": "python -m benchmarks.conversion " + " ".join(argv if argv is not None else sys.argv[1:]),
+    file = arguments.output / "conversion.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
+    command = " ".join(["python -m benchmarks.conversion", *(sys.argv[1:] if argv is None else argv)])
+    versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
     arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "conversion.json").write_text(json.dumps(results, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as work:
+        contenders = Contenders(Path(work))
+        for name in arguments.parts:
+            rows = PARTS[name](contenders, arguments)
+            print(f"\n{PARTS[name].__doc__}\n\n{format_table(rows)}", flush=True)
+            results[name] = {"command": command, **versions, "rows": rows}
+            file.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
