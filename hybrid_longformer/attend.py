@@ -19,7 +19,7 @@ from .plan import Piece, pack_pieces, unpack_pieces
 
 # Queries worked on at a time. Measured on CPU: temporaries of this size are reused by the allocator instead of being
 # mapped anew, which takes a quarter off the backward pass, and memory no longer grows with the length.
-QUERIES_AT_A_TIME = 1024
+QUERIES_AT_A_TIME = 512
 
 
 def attend(
@@ -95,26 +95,31 @@ def attend_forward(query, key, value, pieces, real, dropout) -> tuple[Tensor, Te
 
 def attend_backward(grad_out, query, key, value, out, lse, kept, pieces, dropout) -> list[Tensor]:
     """The gradients of query, key and value: the sum of what every piece says."""
-    sum_dtype = torch.promote_types(query.dtype, torch.float32)
     grads: list[Tensor] = []
     for index, piece in enumerate(pieces):
-        keep = kept[index] if dropout else None
-        q, k, v, o, grad_o, piece_lse = (_pick(x, piece.heads) for x in (query, key, value, out, grad_out, lse))
-        sources = piece.key_source(k), piece.key_source(v)
-        totals = [torch.zeros_like(source, dtype=sum_dtype) for source in sources]
-        q_tiles, o_tiles, grad_tiles = (piece.split_queries(x) for x in (q, o, grad_o))
-        lse_tiles = piece.split_log_sum_exp(piece_lse)
-        grad_queries = []
-        for first, last in _chunks(piece):
-            tiles = _tiles(piece, q_tiles, sources, first, last)
-            results = o_tiles[first:last], lse_tiles[first:last], grad_tiles[first:last]
-            part = backward_kernel(tiles, *results, None if keep is None else keep[first:last], dropout)
-            grad_queries.append(part.query)
-            for total, grad in zip(totals, part[1:], strict=True):
-                piece.add_key_tiles(total, grad, first, last)
-        joined = [piece.join_queries(grad_queries, 0.0).to(sum_dtype), *map(piece.join_keys, totals)]
-        grads = _add_gradients(grads, joined, query, piece.heads)
+        inputs = [_pick(x, piece.heads) for x in (query, key, value, out, lse, grad_out)]
+        parts = _piece_gradients(piece, inputs, kept[index] if dropout else None, dropout)
+        grads = _add_gradients(grads, parts, query, piece.heads)
     return [grad.to(query.dtype) for grad in grads]
+
+
+def _piece_gradients(piece: Piece, inputs: list[Tensor], keep: Tensor | None, dropout: float) -> list[Tensor]:
+    """What one piece says; a function of its own, so that its temporaries are gone before the next piece's come."""
+    query, key, value, out, lse, grad_out = inputs
+    sum_dtype = torch.promote_types(query.dtype, torch.float32)
+    sources = piece.key_source(key), piece.key_source(value)
+    totals = [torch.zeros_like(source, dtype=sum_dtype) for source in sources]
+    q_tiles, o_tiles, grad_tiles = (piece.split_queries(x) for x in (query, out, grad_out))
+    lse_tiles = piece.split_log_sum_exp(lse)
+    grad_queries = []
+    for first, last in _chunks(piece):
+        tiles = _tiles(piece, q_tiles, sources, first, last)
+        results = o_tiles[first:last], lse_tiles[first:last], grad_tiles[first:last]
+        part = backward_kernel(tiles, *results, None if keep is None else keep[first:last], dropout)
+        grad_queries.append(part.query)
+        for total, grad in zip(totals, part[1:], strict=True):
+            piece.add_key_tiles(total, grad, first, last)
+    return [piece.join_queries(grad_queries, 0.0).to(sum_dtype), *map(piece.join_keys, totals)]
 
 
 def _new_keep_mask(piece: Piece, q_tiles: Tensor) -> Tensor:

@@ -135,7 +135,8 @@ class GatheredPiece:
         shape: (B, N).
         queries_per_tile: Q.
         bias: (T, 1 or H, Q, K), or None when every key may be read.
-        query_index: (T * Q) flat index of the token in each query slot, or None when a tile is a row (T = B, Q = N).
+        query_index: (T * Q) flat index of the token in each query slot, or None when tiles are runs of tokens that
+            cover the rows one after the other.
         unused_slots: (T, Q) slots that hold no query of this piece.
         slot_of_token: (B * N) flat slot of each token; T * Q for tokens that have none.
         key_index: (T, K) flat index of the keys, or None when a tile reads its whole row (T = B, K = N).
@@ -152,7 +153,8 @@ class GatheredPiece:
 
     @property
     def num_tiles(self) -> int:
-        return self.shape[0] if self.query_index is None else self.query_index.shape[0] // self.queries_per_tile
+        slots = self.shape[0] * self.shape[1] if self.query_index is None else self.query_index.shape[0]
+        return slots // self.queries_per_tile
 
     @property
     def keys_per_tile(self) -> int:
@@ -160,9 +162,9 @@ class GatheredPiece:
 
     def split_queries(self, x: Tensor) -> Tensor:
         """(B, N, ...) to (T, Q, ...)."""
-        if self.query_index is None:
-            return x
-        taken = x.flatten(0, 1).index_select(0, self.query_index)
+        taken = x.flatten(0, 1)
+        if self.query_index is not None:
+            taken = taken.index_select(0, self.query_index)
         return taken.unflatten(0, (self.num_tiles, self.queries_per_tile))
 
     def split_log_sum_exp(self, lse: Tensor) -> Tensor:
@@ -173,7 +175,7 @@ class GatheredPiece:
     def join_queries(self, tiles: Sequence[Tensor], fill: float) -> Tensor:
         """(T, Q, ...), as consecutive parts, to (B, N, ...); tokens without a slot get `fill`."""
         if self.slot_of_token is None:
-            return torch.cat(list(tiles))
+            return torch.cat(list(tiles)).view(*self.shape, *tiles[0].shape[2:])
         filler = tiles[0].new_full((1, *tiles[0].shape[2:]), fill)
         slots = torch.cat([*(part.flatten(0, 1) for part in tiles), filler])
         return slots.index_select(0, self.slot_of_token).unflatten(0, self.shape)
@@ -445,17 +447,22 @@ def random_piece(
     edges = edges[:, :, None]  # (B, M / S, 1, K)
     if pattern.is_causal:
         edges = edges & (key[:, :, None] <= slots.token.view(batch_size, total_blocks, size, 1))
-    bias = as_bias(edges, dtype).flatten(0, 1)[:, None]
+    bias = as_bias(edges, dtype).flatten(0, 1)[:, None].expand(-1, -1, size, -1)
+    key_index = _flat(key, batch).flatten(0, 1)
+    has_gaps = torch.compiler.is_compiling() or batch.shape[1] != total_slots
+    if batch.real is None and batch.document is None and not has_gaps:
+        # Slots are the tokens as they stand: nothing to gather. (A compiled graph does not ask: it serves all lengths.)
+        return GatheredPiece(shape=batch.shape, queries_per_tile=size, bias=bias, key_index=key_index)
     no_slot = slots.slot_of_token == total_slots
     offset = torch.arange(batch_size, device=key.device)[:, None] * total_slots
     return GatheredPiece(
         shape=batch.shape,
         queries_per_tile=size,
-        bias=bias.expand(-1, -1, size, -1),
+        bias=bias,
         query_index=_flat(slots.token, batch).flatten(),
         unused_slots=~slots.is_used.view(-1, size),
         slot_of_token=torch.where(no_slot, batch_size * total_slots, slots.slot_of_token + offset).flatten(),
-        key_index=_flat(key, batch).flatten(0, 1),
+        key_index=key_index,
     )
 
 

@@ -64,6 +64,22 @@ def test_base_window_equals_the_oracle(length: int) -> None:
     assert largest(module(x, **arguments) - oracle(x, **arguments)) <= 1e-5
 
 
+@pytest.mark.parametrize("length", [1024, 2048, 2049])
+def test_unpadded_documents_equal_the_oracle(length: int) -> None:
+    """Whole blocks without padding are read as they stand, others are gathered."""
+    module = HybridSparseAttention(hidden_size=32, num_heads=1, attention_window=64)
+    oracle = HybridSparseAttention(hidden_size=32, num_heads=1, attention_window=64, attn_implementation="eager")
+    oracle.load_state_dict(module.state_dict())
+    x, global_mask = torch.randn(2, length, 32), torch.zeros(2, length, dtype=torch.long)
+    global_mask[1, [0, 700]] = 1
+    gradients = []
+    for attention in (module, oracle):
+        inputs = x.clone().requires_grad_()
+        output = attention(inputs, global_mask)
+        gradients.append((output, *torch.autograd.grad(output.square().sum(), inputs)))
+    assert all(largest(ours - exact) <= 1e-5 for ours, exact in zip(*gradients, strict=True))
+
+
 def plain_attention(module: HybridSparseAttention, case: Case, dtype: torch.dtype) -> torch.Tensor:
     """What a user would write with dense PyTorch attention in that dtype."""
     core = module.attention
