@@ -1,0 +1,1 @@
+"""Accuracy on masked tokens: the `evaluate` module."""

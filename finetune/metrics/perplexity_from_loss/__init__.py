@@ -1,0 +1,1 @@
+"""Perplexity: the `evaluate` module."""

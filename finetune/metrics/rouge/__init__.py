@@ -1,0 +1,1 @@
+"""ROUGE: the `evaluate` module."""
