@@ -19,13 +19,15 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from . import modeling_hybrid_longformer as modeling
 from .configuration_hybrid_longformer import HybridLongformerConfig
-from .conversion_engine import Job, Resize, write_weights
+from .conversion_engine import Job, Resize, tile_positions, write_weights
 from .conversion_maps import EXPORT, EXPORT_HEADS, POSITIONS
 from .conversion_output import check_output, clear_leftovers, whole_or_nothing
 from .conversion_plan import SEQ2SEQ, Options, Plan
 from .conversion_report import ConversionReport, Verification, conversion_card, export_card, find_licence
 from .conversion_source import ConversionError, SourceCheckpoint, open_source
 from .conversion_verify import compare, load_model, make_inputs, refuse_difference, run, verification_length
+
+__all__ = ["ConversionError", "ConversionReport", "convert_checkpoint", "export_to_longformer", "tile_positions"]
 
 REPORT_FILE = "conversion_report.json"
 
