@@ -2,7 +2,7 @@
 
 from .attention import HybridSelfAttention, HybridSparseAttention
 from .configuration_hybrid_longformer import AUTO_MAP, HybridLongformerConfig
-from .conversion import ConversionError, ConversionReport, convert_checkpoint, export_to_longformer
+from .conversion import ConversionError, ConversionReport, convert_checkpoint, export_to_longformer, tile_positions
 from .modeling_hybrid_longformer import (
     HybridLongformerForConditionalGeneration,
     HybridLongformerForMaskedLM,
@@ -37,6 +37,7 @@ __all__ = [
     "__version__",
     "convert_checkpoint",
     "export_to_longformer",
+    "tile_positions",
     "unpack",
 ]
 

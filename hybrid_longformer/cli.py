@@ -1,8 +1,12 @@
 """Command line: `hybrid-longformer convert` and `hybrid-longformer export-longformer`."""
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from .conversion import convert_checkpoint, export_to_longformer
 from .conversion_source import ConversionError
@@ -62,17 +66,40 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an output folder that has files in it")
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised like Ctrl-C so that the same clean-up runs."""
+
+
+@contextmanager
+def sigterm_like_ctrl_c() -> Iterator[None]:
+    """Turns SIGTERM into `Terminated` for a while; only the main thread may do so, elsewhere nothing changes."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the process's exit code."""
     args = build_parser().parse_args(argv)
     try:
-        report = _export(args) if args.command == "export-longformer" else _convert(args)
+        with sigterm_like_ctrl_c():
+            report = _export(args) if args.command == "export-longformer" else _convert(args)
     except ConversionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("stopped; nothing was written", file=sys.stderr)
-        return 130
+        # The shell's codes: 128 and the signal's number.
+        return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
     print(f"{report}\n\nwritten to {args.output}")
     return 0
 

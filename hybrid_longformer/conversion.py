@@ -2,7 +2,7 @@
 
 Both ways read as their phases: open the source, plan the config, decide what becomes of every tensor, write, verify,
 and only then let the folder appear. The families' names are in conversion_maps.py, the copying in
-conversion_engine.py.
+conversion_engine.py, the folder's appearance in conversion_output.py.
 """
 
 import json
@@ -19,12 +19,15 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from . import modeling_hybrid_longformer as modeling
 from .configuration_hybrid_longformer import HybridLongformerConfig
-from .conversion_engine import Job, Resize, check_output, whole_or_nothing, write_weights
+from .conversion_engine import Job, Resize, tile_positions, write_weights
 from .conversion_maps import EXPORT, EXPORT_HEADS, POSITIONS
+from .conversion_output import check_output, clear_leftovers, whole_or_nothing
 from .conversion_plan import SEQ2SEQ, Options, Plan
 from .conversion_report import ConversionReport, Verification, conversion_card, export_card, find_licence
 from .conversion_source import ConversionError, SourceCheckpoint, open_source
 from .conversion_verify import compare, load_model, make_inputs, refuse_difference, run, verification_length
+
+__all__ = ["ConversionError", "ConversionReport", "convert_checkpoint", "export_to_longformer", "tile_positions"]
 
 REPORT_FILE = "conversion_report.json"
 
@@ -72,6 +75,7 @@ def convert_checkpoint(
         ConversionError: the source can't be converted exactly, or the output would overwrite something.
     """
     output = Path(output)
+    clear_leftovers(output)
     check_output(output, overwrite=overwrite, source=source)
     options = Options(
         max_length=max_length,
@@ -126,6 +130,7 @@ def export_to_longformer(
         ConversionError: Longformer can't do what this model does, or the output would overwrite something.
     """
     output = Path(output)
+    clear_leftovers(output)
     check_output(output, overwrite=overwrite, source=source)
     with open_source(source, tokenizer=tokenizer) as checkpoint:
         config, source_class = checkpoint.config, checkpoint.architecture or "HybridLongformerModel"

@@ -1,12 +1,8 @@
-"""Engine: decides what becomes of every tensor, and writes the result by shards into a folder that appears whole."""
+"""Engine: decides what becomes of every tensor of a source, and writes the result shard by shard."""
 
 import json
-import os
 import re
-import shutil
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +21,29 @@ from .conversion_source import ConversionError, SourceCheckpoint
 Make = Callable[[Sequence[Tensor]], Tensor]
 _BASE_MODULES = ("embeddings", "encoder", "pooler", "extra_global_tokens")
 _NAMED_IN_ERRORS = 10
+
+
+def tile_positions(table: Tensor, rows: int, *, reserved: int = 2, target_reserved: int | None = None) -> Tensor:
+    """A longer (or shorter) position table: the learned positions repeated behind the rows that stand for none.
+
+    Args:
+        table: (positions, E), learned.
+        rows: of the result, reserved ones included.
+        reserved: first rows of `table` that stand for no position: 2 in RoBERTa and BART, 0 in BERT.
+        target_reserved: the same of the result; None for as many. Those that `table` lacks are zeros.
+
+    Returns:
+        (rows, E), a table of its own.
+    """
+    target_reserved = reserved if target_reserved is None else target_reserved
+    if not 0 <= reserved < len(table):
+        raise ValueError(f"reserved={reserved} must be at least 0 and leave some of the table's {len(table)} rows")
+    if not 0 <= target_reserved <= rows:
+        raise ValueError(f"rows={rows} must be at least target_reserved={target_reserved}, and both at least 0")
+    head, positions = table[: min(reserved, target_reserved)], table[reserved:]
+    filler = table.new_zeros(target_reserved - len(head), table.shape[1])
+    wanted = rows - target_reserved
+    return torch.cat([head, filler, positions.repeat(-(-wanted // len(positions)), 1)[:wanted]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +90,10 @@ class Resize:
         return ", ".join(notes)
 
     def make(self, tensors: Sequence[Tensor]) -> Tensor:
-        table = tensors[0]
-        reserved, positions = table[: self.reserved], table[self.reserved :]
-        if self.target_reserved > len(reserved):
-            filler = table.new_zeros(self.target_reserved - len(reserved), table.shape[1])
-            reserved = torch.cat([reserved, filler])
-        wanted = self.rows - self.target_reserved
-        positions = positions.repeat(-(-wanted // len(positions)), 1)[:wanted]
+        table = tile_positions(tensors[0], self.rows, reserved=self.reserved, target_reserved=self.target_reserved)
         if self.added is not None:
-            positions = positions + tensors[1][:1]
-        return torch.cat([reserved[: self.target_reserved], positions])
+            table[self.target_reserved :] += tensors[1][:1]
+        return table
 
 
 @dataclass(kw_only=True)
@@ -248,7 +261,11 @@ def _new_tensor(name: str, shape: tuple[int, ...], std: float, _: Sequence[Tenso
 
 
 def write_weights(source: SourceCheckpoint, recipes: Sequence[Recipe], folder: Path, dtype: torch.dtype) -> None:
-    """Makes and writes every tensor; the result has as many shards as the source, and one is in memory at a time."""
+    """Makes and writes every tensor; the result has as many shards as the source, and one is read at a time.
+
+    What is only renamed goes from file to file: each tensor read is a view of a mapping of its own, so two tensors of
+    the result that are the same one of the source don't share memory, which safetensors would refuse.
+    """
     files = source.files
     shards: list[list[Recipe]] = [[] for _ in files]
     for recipe in recipes:
@@ -264,8 +281,7 @@ def write_weights(source: SourceCheckpoint, recipes: Sequence[Recipe], folder: P
             for recipe in shard:
                 assert recipe.fate.target is not None
                 made = recipe.make([source.read(source_name) for source_name in recipe.fate.sources])
-                # Two tensors of the result may be the same one of the source; a file takes no shared memory.
-                tensors[recipe.fate.target] = made.to(dtype=dtype, copy=True).contiguous()
+                tensors[recipe.fate.target] = made.to(dtype=dtype).contiguous()
                 progress.update()
             save_file(tensors, folder / name, metadata={"format": "pt"})
             # Made for its owner's eyes only; the other files are made as the umask says, like the folder.
@@ -275,36 +291,3 @@ def write_weights(source: SourceCheckpoint, recipes: Sequence[Recipe], folder: P
     if len(shards) > 1:
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def check_output(output: Path, *, overwrite: bool, source: Any) -> None:
-    """Refuses an output that would lose something: other files, or the source itself."""
-    if output.exists() and not output.is_dir():
-        raise ConversionError(f"output {output} is a file: name a folder")
-    if isinstance(source, str | os.PathLike) and Path(source).is_dir():
-        here, there = output.resolve(), Path(source).resolve()
-        if here == there or here in there.parents:
-            raise ConversionError(f"output {output} holds the source {source}: name another folder")
-    if not overwrite and output.is_dir() and any(output.iterdir()):
-        raise ConversionError(f"output {output} has files in it: name another folder, or give overwrite to replace it")
-
-
-@contextmanager
-def whole_or_nothing(output: Path) -> Iterator[Path]:
-    """A folder beside the output that takes its place at the end; whatever goes wrong before, it is removed."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    token = uuid.uuid4().hex[:8]
-    beside = output.parent / f".{output.name}.{token}.part"
-    replaced = output.parent / f".{output.name}.{token}.old"
-    beside.mkdir()
-    try:
-        yield beside
-        if output.exists():
-            output.rename(replaced)
-        beside.rename(output)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        if replaced.exists() and not output.exists():
-            replaced.rename(output)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,7 +1,8 @@
 """Verification: runs a source and its conversion on the same tokens and says where they first differ.
 
 For windows smaller than the text, a source with full attention runs with the very mask of the conversion's graph, so
-the comparison is exact at every length. One model is in memory at a time. Letters: B batch, N tokens.
+the comparison is exact at every length. One model is in memory at a time, and of a vocabulary's logits only those of
+some tokens, as all of them can be larger than the model. Letters: B batch, N tokens.
 """
 
 import math
@@ -26,6 +27,8 @@ TOLERANCE = 1e-4
 TARGET_TOKENS = 12
 # Long enough to leave the usual windows, short enough for a few seconds on a CPU.
 _USUAL_TOKENS = 1024
+# Tokens of each row whose vocabulary logits are compared.
+_LOGIT_TOKENS = 32
 _TEXT = (
     "Long documents are read by windows that slide over the tokens, by a few tokens that see everything, and by blocks "
     "drawn at random; what matters here is only that two models read the same text and say the same about it. "
@@ -127,8 +130,8 @@ def run_masked(
 
 @torch.no_grad()
 def run(model: nn.Module, inputs: dict[str, Tensor]) -> States:
-    """What a model says at every stage: embeddings, layers, outputs."""
-    with _quiet():
+    """What a model says at every stage: embeddings, layers, outputs; a vocabulary's logits of `some_tokens` only."""
+    with _quiet(), _few_logits(model):
         outputs = model(**inputs, output_hidden_states=True, return_dict=True)
     states: States = []
     for field, prefix in (("hidden_states", ""), ("encoder_hidden_states", ""), ("decoder_hidden_states", "decoder ")):
@@ -138,6 +141,26 @@ def run(model: nn.Module, inputs: dict[str, Tensor]) -> States:
         if getattr(outputs, field, None) is not None:
             states.append((field, getattr(outputs, field)))
     return states
+
+
+def some_tokens(tensor: Tensor) -> Tensor:
+    """(B, about 32, …) of (B, N, …), spread evenly; all of them if N is small."""
+    return tensor[:, :: max(tensor.shape[1] // _LOGIT_TOKENS, 1)]
+
+
+@contextmanager
+def _few_logits(model: nn.Module) -> Iterator[None]:
+    """Lets a model with a vocabulary head apply it to some tokens only."""
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    projection = find()
+    if projection is None:
+        yield
+        return
+    hook = projection.register_forward_pre_hook(lambda module, args: (some_tokens(args[0]), *args[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def graph_masks(config: HybridLongformerConfig, padding_mask: Tensor, global_mask: Tensor) -> list[Tensor]:
@@ -177,13 +200,18 @@ def compare(expected: States, found: States, attention_mask: Tensor, *, skip: se
     for name, state in expected:
         if name in skip or name not in ours:
             continue
-        # In place: a vocabulary's logits are as large as a small model.
         difference = state.sub_(ours.pop(name)).abs_()
-        if difference.shape[:2] == real.shape:
-            difference = difference[real]
-        largest = float(difference.max())
+        largest = float(_of_real_tokens(difference, real).max())
         stages.append(Stage(name=name, difference=math.inf if math.isnan(largest) else largest))
     return Verification(num_tokens=real.shape[1], stages=tuple(stages))
+
+
+def _of_real_tokens(difference: Tensor, real: Tensor) -> Tensor:
+    """Without what belongs to padding, if it belongs to tokens at all."""
+    if difference.shape[:2] == real.shape:
+        return difference[real]
+    some = some_tokens(real)
+    return difference[some] if difference.dim() == 3 and difference.shape[:2] == some.shape else difference
 
 
 def refuse_difference(verification: Verification, tolerance: float = TOLERANCE) -> None:

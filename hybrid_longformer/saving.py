@@ -25,6 +25,10 @@ from transformers import {auto_class}
 model = {auto_class}.from_pretrained("path/or/hub-id", trust_remote_code=True)
 ```
 
+A tokenizer that was saved along is loaded with
+`AutoTokenizer.from_pretrained("path/or/hub-id", trust_remote_code=True)`: transformers reads the configuration, and
+with it the folder's code, before the tokenizer.
+
 | | |
 |---|---|
 | layers, hidden size, heads | {layers}, {hidden_size}, {heads} |

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,17 +71,32 @@ print("RESULTS" + json.dumps(results))
 """
 
 
-def run_fresh(pairs: list[tuple[str, str]], tmp_path: Path) -> dict:
-    """Runs in a folder of its own, with the module cache in it and the package's folder nowhere on the path."""
+FRESH_TOKENIZER = """
+import json, sys, importlib.util
+import transformers
+assert importlib.util.find_spec("hybrid_longformer") is None, "the package must not be importable here"
+tokenizer = transformers.AutoTokenizer.from_pretrained(json.loads(sys.argv[1]), trust_remote_code=True)
+print("RESULTS" + json.dumps(tokenizer("hello")["input_ids"]))
+"""
+
+
+def run_fresh(program: str, argument: Any, tmp_path: Path) -> tuple[Any, str]:
+    """Runs in a folder of its own, with the module cache in it and the package's folder nowhere on the path.
+
+    Returns what the program says its results are, and everything it printed before.
+    """
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "HF_MODULES_CACHE": str(tmp_path / "m")}
     # An editable install reaches the package through a .pth file, which -S and an explicit path leave out.
     site_packages = next(path for path in sys.path if path.endswith("site-packages"))
-    code = f"import sys; sys.path.append({site_packages!r})\n{PROBE}\n{FRESH_PROCESS}"
-    command = [sys.executable, "-S", "-c", code, json.dumps(pairs)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    code = f"import sys; sys.path.append({site_packages!r})\n{program}"
+    command = [sys.executable, "-S", "-c", code, json.dumps(argument)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.rpartition("RESULTS")[2])
+    printed, _, results = done.stdout.rpartition("RESULTS")
+    return json.loads(results), printed
 
 
 def probe(model, auto_class: str) -> float:
@@ -96,7 +112,7 @@ def test_every_auto_class_opens_a_checkpoint_without_the_package(tmp_path: Path)
     # The base model of a question-answering checkpoint and of a seq2seq one: the full auto_map is in every config.
     pairs += [(str(tmp_path / "AutoModelForQuestionAnswering"), "AutoModel")]
     pairs += [(str(tmp_path / "AutoModelForSeq2SeqLM"), "AutoModel")]
-    results = run_fresh(pairs, tmp_path)
+    results, _ = run_fresh(PROBE + FRESH_PROCESS, pairs, tmp_path)
     for auto, name in MODEL_CLASSES.items():
         class_name, total = results[str(tmp_path / auto) + auto]
         assert class_name == name
@@ -110,6 +126,25 @@ def test_every_auto_class_opens_a_checkpoint_without_the_package(tmp_path: Path)
     first = tmp_path / "AutoModelForQuestionAnswering"
     assert {path.name for path in again.iterdir()} == {path.name for path in first.iterdir()}
     assert json.loads((again / "config.json").read_text())["auto_map"] == AUTO_MAP
+
+
+def test_tokenizer_loads_without_the_package_and_without_a_question(tmp_path: Path) -> None:
+    save("HybridLongformerForQuestionAnswering", tmp_path / "model", tokenizer=tiny_tokenizer())
+    ids, printed = run_fresh(FRESH_TOKENIZER, str(tmp_path / "model"), tmp_path)
+    assert ids == [4]
+    assert "custom code" not in printed
+
+
+def test_documents_give_the_tokenizer_the_flag_that_spares_the_question(tmp_path: Path) -> None:
+    """Without trust_remote_code, AutoTokenizer asks on the terminal as soon as it sees the configuration."""
+    save("HybridLongformerModel", tmp_path)
+    root = PACKAGE.parent
+    documents = [tmp_path / "README.md", root / "README.md", *(root / "docs").glob("*.md")]
+    documents += (root / "model_cards").glob("*.md")
+    calls = [re.findall(r"AutoTokenizer\.from_pretrained\([^)]*\)", path.read_text()) for path in documents]
+    assert calls[0] and calls[1]
+    for path, found in zip(documents, calls, strict=True):
+        assert all("trust_remote_code=True" in call for call in found), path.name
 
 
 def test_folder_holds_weights_code_config_card_and_tokenizer(tmp_path: Path) -> None:

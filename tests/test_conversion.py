@@ -1,13 +1,11 @@
 """Conversion: every source class becomes a model with the same outputs, nothing is lost in silence, and back again."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -15,140 +13,27 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import hybrid_longformer
-from hybrid_longformer import cli, conversion, conversion_engine
-from hybrid_longformer.conversion import convert_checkpoint, export_to_longformer
-from hybrid_longformer.conversion_report import ConversionReport
+from hybrid_longformer import conversion, conversion_engine, conversion_plan
+from hybrid_longformer.conversion import convert_checkpoint, export_to_longformer, tile_positions
 from hybrid_longformer.conversion_source import ConversionError
 
-from .models import build, scramble
-
-TOKENS, WINDOW = 64, 16
-SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-SEQ2SEQ_SHAPE = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 40,
-}
-ROBERTA = {**SHAPE, "max_position_embeddings": TOKENS + 2, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
-# Class prefix and config of every source family.
-SOURCES = {
-    "Roberta": ROBERTA,
-    "XLMRoberta": ROBERTA,
-    "Camembert": ROBERTA,
-    "Bert": {**SHAPE, "max_position_embeddings": TOKENS, "pad_token_id": 0, "hidden_act": "gelu_new"},
-    "Longformer": {**ROBERTA, "attention_window": [8, WINDOW], "sep_token_id": 2},
-    "BigBird": {
-        **SHAPE,
-        "max_position_embeddings": TOKENS,
-        "block_size": 8,
-        "num_random_blocks": 2,
-        "rescale_embeddings": True,
-        "use_bias": False,
-    },
-    "Bart": {**SEQ2SEQ_SHAPE, "max_position_embeddings": TOKENS, "scale_embedding": True},
-    "LED": {
-        **SEQ2SEQ_SHAPE,
-        "max_encoder_position_embeddings": TOKENS,
-        "max_decoder_position_embeddings": 32,
-        "attention_window": [8, WINDOW],
-    },
-}
-HEADS = ["Model", "ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification"]
-HEADS += ["ForMultipleChoice"]
-CASES = [
-    (family, head)
-    for family in SOURCES
-    for head in (["Model", "ForConditionalGeneration"] if family in ("Bart", "LED") else HEADS)
-    if (family, head) != ("BigBird", "ForQuestionAnswering")
-] + [("Bert", "ForPreTraining"), ("BigBird", "ForPreTraining")]
-OPTIONS = {"max_length": 150, "attention_window": WINDOW, "block_size": 4}
-
-
-def options_for(family: str) -> dict:
-    """Sources with a window of their own keep it."""
-    return {"max_length": 150} if family in ("Longformer", "LED", "BigBird") else OPTIONS
-
-
-def make_source(family: str, head: str, **changes):
-    config_class = getattr(transformers, f"{family}Config")
-    config = config_class(**(SOURCES[family] | {"vocab_size": 99, "type_vocab_size": 2, "num_labels": 3} | changes))
-    if head == "ForQuestionAnswering":
-        config.num_labels = 2
-    torch.manual_seed(0)
-    return scramble(getattr(transformers, f"{family}{head}")(config)).eval()
-
-
-def save(model, folder: Path, **options) -> Path:
-    model.save_pretrained(folder, **options)
-    return folder
-
-
-def load(folder: Path):
-    """The model of a converted folder, by the class its config names."""
-    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
-    return getattr(hybrid_longformer, name).from_pretrained(folder).eval()
-
-
-@torch.no_grad()
-def outputs_of(model, inputs: dict) -> dict[str, torch.Tensor]:
-    outputs = model(**inputs, output_hidden_states=True)
-    found = {}
-    for name, value in outputs.items():
-        if isinstance(value, torch.Tensor):
-            found[name] = value
-        elif name.endswith("hidden_states"):
-            found |= {f"{name}.{layer}": state for layer, state in enumerate(value)}
-    return found
-
-
-def make_inputs(head: str, length: int, *, with_globals: bool, types: int = 1) -> dict:
-    ids = torch.randint(3, 99, (2, length), generator=torch.Generator().manual_seed(1))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if with_globals:
-        marks = torch.zeros_like(ids)
-        marks[0, [0, 5]] = marks[1, 2] = 1
-        inputs["global_attention_mask"] = marks
-    if types > 1:
-        inputs["token_type_ids"] = (torch.arange(length) > length // 2).long().expand(2, -1)
-    if head == "ForMultipleChoice":
-        inputs = {name: tensor[None] for name, tensor in inputs.items()}
-    if head in ("ForConditionalGeneration", "Seq2SeqModel"):
-        inputs["decoder_input_ids"] = ids[:, :5]
-    return inputs
-
-
-def assert_equal_outputs(expected: dict, found: dict, *, ignore: tuple[str, ...] = ()) -> None:
-    # BERT's pre-training class has other names for its two outputs.
-    expected = {"logits" if name == "prediction_logits" else name: value for name, value in expected.items()}
-    seq2seq_base = {"last_hidden_state"} if "encoder_last_hidden_state" in expected else set()
-    skipped = {"past_key_values", "seq_relationship_logits", *seq2seq_base, *ignore}
-    wanted = {name for name in expected if name not in skipped}
-    assert any("hidden_states.2" in name for name in wanted)
-    for name in wanted:
-        torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def assert_complete(report: ConversionReport, source: Path, output: Path) -> None:
-    """Every tensor of the result is reported once; every tensor of the source has exactly one fate of its own."""
-    stored = {name: file for file in source.glob("*.safetensors") for name in tensor_names(file)}
-    written = {name: file for file in output.glob("*.safetensors") for name in tensor_names(file)}
-    targets = Counter(fate.target for fate in report.fates if fate.target)
-    assert dict(targets) == dict.fromkeys(written, 1)
-    used = {name for fate in report.fates if fate.target for name in fate.sources}
-    dropped = Counter(fate.sources[0] for fate in report.fates if fate.action == "dropped")
-    assert all(count == 1 for count in dropped.values())
-    assert not used & set(dropped)
-    assert used | set(dropped) == set(stored)
-    assert all(fate.note for fate in report.fates if fate.action in ("new", "dropped"))
-
-
-def tensor_names(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as weights:
-        return list(weights.keys())
+from .conversion_cases import (
+    CASES,
+    OPTIONS,
+    SEQ2SEQ_SHAPE,
+    TOKENS,
+    WINDOW,
+    assert_complete,
+    assert_equal_outputs,
+    load,
+    make_inputs,
+    make_source,
+    options_for,
+    outputs_of,
+    save,
+    tensor_names,
+)
+from .models import build
 
 
 @pytest.mark.parametrize(("family", "head"), CASES, ids=lambda value: value)
@@ -194,6 +79,34 @@ def test_positions_are_tiled_behind_the_reserved_rows(tmp_path):
     assert torch.equal(ours[:2], theirs[:2])
     assert torch.equal(ours[2:], theirs[2:].repeat(3, 1)[:150])
     assert [fate.target for fate in report.fates if fate.action == "tiled"] == ["embeddings.position_embeddings.weight"]
+
+
+class TestTilePositions:
+    table = torch.arange(5.0)[:, None].expand(5, 2)
+
+    @pytest.mark.parametrize(
+        ("rows", "options", "expected"),
+        [
+            (9, {}, [0, 1, 2, 3, 4, 2, 3, 4, 2]),
+            (4, {}, [0, 1, 2, 3]),
+            (7, {"reserved": 0}, [0, 1, 2, 3, 4, 0, 1]),
+            (6, {"reserved": 2, "target_reserved": 1}, [0, 2, 3, 4, 2, 3]),
+            (6, {"reserved": 1, "target_reserved": 3}, [0, 0, 0, 1, 2, 3]),
+        ],
+    )
+    def test_repeats_behind_the_reserved_rows(self, rows, options, expected):
+        tiled = tile_positions(self.table, rows, **options)
+        assert tiled[:, 0].tolist() == tiled[:, 1].tolist() == expected
+
+    @pytest.mark.parametrize("options", [{"reserved": 5}, {"reserved": -1}, {"target_reserved": 10}])
+    def test_refuses_what_leaves_no_position(self, options):
+        with pytest.raises(ValueError, match="reserved"):
+            tile_positions(self.table, 9, **options)
+
+    def test_result_is_a_table_of_its_own(self):
+        table = torch.ones(4, 2)
+        tile_positions(table, 4).zero_()
+        assert table.eq(1).all()
 
 
 def test_windows_smaller_than_the_text_are_compared_under_the_same_mask(tmp_path):
@@ -412,95 +325,44 @@ class TestTokenizer:
         assert load(tmp_path / "output").config.sep_token_id == 2
 
 
+def spoil(name: str):
+    """Writes the weights, and then one of them wrong."""
+
+    def write(source, recipes, folder, dtype):
+        conversion_engine.write_weights(source, recipes, folder, dtype)
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name][-1] += 0.01
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return write
+
+
 class TestVerification:
     def test_a_difference_is_refused_and_the_layer_named(self, tmp_path, monkeypatch):
-        def spoil(source, recipes, folder, dtype):
-            conversion_engine.write_weights(source, recipes, folder, dtype)
-            tensors = load_file(folder / "model.safetensors")
-            tensors["encoder.layer.1.intermediate.dense.bias"] += 0.01
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-        monkeypatch.setattr(conversion, "write_weights", spoil)
+        monkeypatch.setattr(conversion, "write_weights", spoil("encoder.layer.1.attention.output.dense.bias"))
         with pytest.raises(ConversionError, match="first stage to depart is layer 1"):
             convert_checkpoint(make_source("Roberta", "Model"), tmp_path / "output", **OPTIONS)
         assert not list(tmp_path.iterdir())
+
+    def test_vocabulary_logits_are_compared_though_only_some_are_made(self, tmp_path, monkeypatch):
+        shapes = []
+
+        def watch(expected, found, attention_mask, **options):
+            shapes.extend(tuple(states[-1][1].shape) for states in (expected, found))
+            return compare(expected, found, attention_mask, **options)
+
+        compare = conversion_plan.compare
+        monkeypatch.setattr(conversion_plan, "compare", watch)
+        monkeypatch.setattr(conversion, "write_weights", spoil("lm_head.decoder.bias"))
+        with pytest.raises(ConversionError, match=r"first stage to depart is logits \(1.0e-02\)"):
+            convert_checkpoint(make_source("Roberta", "ForMaskedLM"), tmp_path / "output", **OPTIONS)
+        # Of the 64 tokens every second one.
+        assert shapes == [(2, 32, 99)] * 2
 
     def test_can_be_switched_off(self, tmp_path):
         report = convert_checkpoint(make_source("Roberta", "Model"), tmp_path / "output", verify=False, **OPTIONS)
         assert report.verification is None
         assert "not verified" in str(report)
-
-
-class TestOutput:
-    @pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])
-    def test_failure_leaves_nothing(self, stop, tmp_path, monkeypatch):
-        def fail(*args):
-            raise stop("disk full")
-
-        monkeypatch.setattr(conversion, "_write_tokenizer", fail)
-        output = tmp_path / "deeper" / "output"
-        with pytest.raises(stop):
-            convert_checkpoint(make_source("Roberta", "Model"), output, **OPTIONS)
-        assert not list(output.parent.iterdir())
-
-    def test_failure_keeps_what_was_there(self, tmp_path, monkeypatch):
-        output = tmp_path / "output"
-        output.mkdir()
-        (output / "notes.txt").write_text("mine")
-        monkeypatch.setattr(Path, "rename", self.failing_rename(Path.rename))
-        with pytest.raises(OSError, match="no room"):
-            convert_checkpoint(make_source("Roberta", "Model"), output, overwrite=True, verify=False, **OPTIONS)
-        assert [path.name for path in tmp_path.iterdir()] == ["output"]
-        assert (output / "notes.txt").read_text() == "mine"
-
-    @staticmethod
-    def failing_rename(rename):
-        def fail_for_parts(path, target):
-            if path.name.endswith(".part"):
-                raise OSError("no room")
-            return rename(path, target)
-
-        return fail_for_parts
-
-    def test_files_are_not_overwritten_unasked(self, tmp_path):
-        output = tmp_path / "output"
-        output.mkdir()
-        (output / "notes.txt").write_text("mine")
-        model = make_source("Roberta", "Model")
-        with pytest.raises(ConversionError, match="has files in it"):
-            convert_checkpoint(model, output, **OPTIONS)
-        convert_checkpoint(model, output, overwrite=True, verify=False, **OPTIONS)
-        assert not (output / "notes.txt").exists()
-        assert (output / "model.safetensors").exists()
-        assert [path.name for path in tmp_path.iterdir()] == ["output"]
-
-    def test_source_is_never_replaced(self, tmp_path):
-        source = save(make_source("Roberta", "Model"), tmp_path / "models" / "source")
-        for output in (source, source.parent):
-            with pytest.raises(ConversionError, match="holds the source"):
-                convert_checkpoint(source, output, overwrite=True)
-
-    def test_folder_is_self_contained(self, tmp_path):
-        source = save(make_source("Roberta", "ForMaskedLM"), tmp_path / "source")
-        (source / "README.md").write_text("---\ntags:\n- x\nlicense: apache-2.0\n---\n\n# Source\n")
-        output = tmp_path / "my-model"
-        report = convert_checkpoint(source, output, **OPTIONS)
-        names = {path.name for path in output.iterdir()}
-        assert {"config.json", "modeling_hybrid_longformer.py", "configuration_hybrid_longformer.py"} <= names
-        assert not [name for name in names if name.startswith(("conversion_", "cli")) and name.endswith(".py")]
-        assert json.loads((output / conversion.REPORT_FILE).read_text())["fates"]
-        card = (output / "README.md").read_text()
-        for part in (
-            "license: apache-2.0\n",
-            "# my-model",
-            "RobertaForMaskedLM",
-            "tiled",
-            "*_global",
-            "from_pretrained",
-        ):
-            assert part in card
-        assert f"{report.verification.largest_difference:.1e}" in card
-        assert str(tmp_path) not in card
 
 
 class TestErrors:
@@ -677,32 +539,6 @@ class TestExport:
         model = build(hybrid_longformer.HybridLongformerForConditionalGeneration, **PLAIN)
         with pytest.raises(ConversionError, match="no counterpart"):
             export_to_longformer(model, tmp_path / "output")
-
-
-class TestCommandLine:
-    def test_convert_and_export(self, tmp_path, capsys):
-        source = save(make_source("Roberta", "ForMaskedLM"), tmp_path / "source")
-        arguments = ["--max-length", "150", "--attention-window", "8", "16", "--num-random-blocks", "0"]
-        assert cli.main(["convert", str(source), str(tmp_path / "hybrid"), *arguments]) == 0
-        printed = capsys.readouterr().out
-        assert "largest difference to RobertaForMaskedLM" in printed
-        assert "| hybrid_longformer.embeddings.position_embeddings | 1 | tiled |" in printed
-        assert load(tmp_path / "hybrid").config.attention_window == [8, 16]
-        assert cli.main(["export-longformer", str(tmp_path / "hybrid"), str(tmp_path / "longformer")]) == 0
-        assert "LongformerForMaskedLM" in capsys.readouterr().out
-
-    def test_errors_are_one_line(self, tmp_path, capsys):
-        assert cli.main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "output")]) == 1
-        assert capsys.readouterr().err.startswith("error: there is no folder")
-
-    def test_interruption(self, tmp_path, capsys, monkeypatch):
-        source = save(make_source("Roberta", "Model"), tmp_path / "source")
-
-        def interrupt(*args, **kwargs):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(cli, "convert_checkpoint", interrupt)
-        assert cli.main(["convert", str(source), str(tmp_path / "output")]) == 130
 
 
 def test_model_files_know_nothing_of_conversion():

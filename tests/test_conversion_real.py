@@ -83,7 +83,7 @@ def test_folder_loads_without_this_package(converted, tmp_path):
     code = (
         "import sys, torch; from transformers import AutoModel, AutoTokenizer; folder = sys.argv[1]; "
         "model = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32); "
-        "tokenizer = AutoTokenizer.from_pretrained(folder); "
+        "tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True); "
         "print(tuple(model(**tokenizer('A long document.', return_tensors='pt')).last_hidden_state.shape)); "
         "assert 'hybrid_longformer' not in sys.modules"
     )
