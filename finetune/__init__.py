@@ -1,0 +1,1 @@
+"""Fine-tuning: question answering, summarisation and masked-LM adaptation on long documents."""
