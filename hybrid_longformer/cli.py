@@ -1,4 +1,4 @@
-"""Command line: `hybrid-longformer convert` and `hybrid-longformer export-longformer`."""
+"""Command line: `hybrid-longformer convert`, `hybrid-longformer export-longformer`, `hybrid-longformer finetune`."""
 
 import argparse
 import signal
@@ -51,6 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     export = commands.add_parser("export-longformer", help="turn a Hybrid Longformer back into a Longformer")
     _add_common(export)
+    finetune = commands.add_parser("finetune", help="fine-tune a checkpoint on long documents", add_help=False)
+    finetune.add_argument("task", choices=["qa", "summarise", "mlm"])
+    finetune.add_argument("rest", nargs=argparse.REMAINDER, help="as for `python -m finetune.TASK`; --help lists them")
     return parser
 
 
@@ -90,6 +93,8 @@ def sigterm_like_ctrl_c() -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the process's exit code."""
     args = build_parser().parse_args(argv)
+    if args.command == "finetune":
+        return _finetune(args.task, args.rest)
     try:
         with sigterm_like_ctrl_c():
             report = _export(args) if args.command == "export-longformer" else _convert(args)
@@ -102,6 +107,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
     print(f"{report}\n\nwritten to {args.output}")
     return 0
+
+
+def _finetune(task: str, argv: Sequence[str]) -> int:
+    try:
+        # Not a part of the model's package, and with needs of its own.
+        from finetune.tasks import TASKS, run
+    except ImportError as error:
+        print(f"error: {error}: install hybrid-longformer[finetune]", file=sys.stderr)
+        return 1
+    return run(TASKS[task], argv)
 
 
 def _convert(args: argparse.Namespace):

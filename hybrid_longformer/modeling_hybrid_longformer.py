@@ -314,6 +314,14 @@ def token_loss(logits: Tensor, labels: Tensor, num_items_in_batch: Any = None) -
     return F.cross_entropy(flat_logits, flat_labels, reduction="sum") / num_items_in_batch
 
 
+def at_labels(hidden_states: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The (M, E) states and (M) labels of the tokens that have a label."""
+    if labels is None:
+        raise ValueError("logits_at_labels=True needs labels: they say which tokens to compute logits of")
+    labelled = labels.to(hidden_states.device) != -100
+    return hidden_states[labelled], labels.to(hidden_states.device)[labelled]
+
+
 def refuse_document_ids(model: nn.Module, document_ids: Tensor | None) -> None:
     if document_ids is not None:
         raise ValueError(
@@ -341,9 +349,16 @@ class TokenPredictionModel(HybridLongformerPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
+        logits_at_labels: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """`labels` (B, N): the class of each token, or -100 where there is none. Packed documents are welcome."""
+        """Packed documents are welcome.
+
+        Args:
+            labels: (B, N), the class of each token, or -100 where there is none.
+            logits_at_labels: compute logits where there is a label only, (labelled tokens, classes). A masked LM then
+                spares its vocabulary's logits at the 85% of tokens that count for nothing.
+        """
         outputs = self.hybrid_longformer(
             input_ids,
             attention_mask=attention_mask,
@@ -355,7 +370,10 @@ class TokenPredictionModel(HybridLongformerPreTrainedModel):
             return_dict=True,
             **kwargs,
         )
-        logits = self.token_logits(outputs.last_hidden_state)
+        hidden_states = outputs.last_hidden_state
+        if logits_at_labels:
+            hidden_states, labels = at_labels(hidden_states, labels)
+        logits = self.token_logits(hidden_states)
         loss = None if labels is None else token_loss(logits, labels, kwargs.get("num_items_in_batch"))
         return self.output_class(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -532,7 +550,7 @@ class HybridLongformerForQuestionAnswering(DocumentPredictionModel):
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+            loss = self._span_loss(start_logits, end_logits, start_positions, end_positions, attention_mask)
         return QuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start_logits.contiguous(),
@@ -540,6 +558,14 @@ class HybridLongformerForQuestionAnswering(DocumentPredictionModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _span_loss(self, start_logits, end_logits, start_positions, end_positions, attention_mask) -> Tensor:
+        """Cross-entropy over the real tokens: what a document is padded to must not change its loss."""
+        if attention_mask is not None:
+            padding = attention_mask == 0
+            lowest = torch.finfo(start_logits.dtype).min
+            start_logits, end_logits = (x.masked_fill(padding, lowest) for x in (start_logits, end_logits))
+        return self.loss_function(start_logits, end_logits, start_positions, end_positions)
 
 
 class HybridLongformerDecoder(HybridLongformerPreTrainedModel):

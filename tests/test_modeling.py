@@ -534,14 +534,44 @@ def test_unlabelled_tokens_do_not_count(model_class: type) -> None:
     assert accumulated.item() == pytest.approx(own.sum().item() / 1000, abs=1e-6)
 
 
+@pytest.mark.parametrize("model_class", [HybridLongformerForMaskedLM, HybridLongformerForTokenClassification])
+def test_logits_at_labels_are_those_of_all_tokens(model_class) -> None:
+    model, inputs = build(model_class), make_inputs(model_class)
+    labels = make_labels(model_class, inputs)["labels"].clone()
+    labels[:, ::3] = -100
+    everywhere = run(model, inputs, labels=labels)
+    only_there = run(model, inputs, labels=labels, logits_at_labels=True)
+    expected = everywhere.logits[labels != -100]
+    assert only_there.logits.shape == expected.shape
+    torch.testing.assert_close(only_there.logits, expected, atol=1e-5, rtol=0)
+    assert only_there.loss.item() == pytest.approx(everywhere.loss.item(), abs=1e-6)
+    with pytest.raises(ValueError, match="logits_at_labels=True needs labels"):
+        run(model, inputs, logits_at_labels=True)
+
+
+def test_padding_does_not_change_the_loss_of_an_answer() -> None:
+    model = build(HybridLongformerForQuestionAnswering)
+    inputs = make_inputs(HybridLongformerForQuestionAnswering)
+    answer = {"start_positions": torch.tensor([3, 4, 2, 1]), "end_positions": torch.tensor([5, 4, 3, 2])}
+    longer = {name: F.pad(value, (0, 9), value=PAD if name == "input_ids" else 0) for name, value in inputs.items()}
+    losses = [run(model, some, **answer).loss.item() for some in (inputs, longer)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
 def test_answers_beyond_the_input_do_not_count() -> None:
     model = build(HybridLongformerForQuestionAnswering)
     inputs = make_inputs(HybridLongformerForQuestionAnswering)
     length = inputs["input_ids"].shape[1]
     start, end = torch.tensor([3, length, 4, length + 50]), torch.tensor([5, length, length + 9, 7])
     outputs = run(model, inputs, start_positions=start, end_positions=end)
-    start_loss = F.cross_entropy(outputs.start_logits[[0, 2]], start[[0, 2]])
-    end_loss = F.cross_entropy(outputs.end_logits[[0, 3]], end[[0, 3]])
+    # Nor does padding: it is no place where an answer could be.
+    padding = inputs["attention_mask"] == 0
+    assert padding.any()
+    start_logits, end_logits = (
+        logits.masked_fill(padding, -torch.inf) for logits in (outputs.start_logits, outputs.end_logits)
+    )
+    start_loss = F.cross_entropy(start_logits[[0, 2]], start[[0, 2]])
+    end_loss = F.cross_entropy(end_logits[[0, 3]], end[[0, 3]])
     assert outputs.loss.item() == pytest.approx((start_loss + end_loss).item() / 2, abs=1e-6)
     columns = run(model, inputs, start_positions=start[:, None], end_positions=end[:, None])
     assert torch.equal(columns.loss, outputs.loss)

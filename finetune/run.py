@@ -1,0 +1,175 @@
+"""Runs: the phases of every fine-tuning, prepare -> train -> evaluate -> save, whichever the task and the engine."""
+
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from torch import nn
+
+from .answer import SETTINGS_FILE
+from .arguments import RunArguments, parse_arguments
+from .cards import CardFacts, write_card
+from .checkpoints import RunState, prepare_folder
+from .engine import Engine, Stopped, evaluate, make_accelerator
+from .files import read_json, replace_folder, write_json
+from .history import draw_history
+from .processes import end_processes
+from .task import Task
+
+
+def run(task_class: type[Task], argv: Sequence[str] | None = None) -> int:
+    """Parses the command line, runs all phases, and returns the process's exit code."""
+    args = parse_arguments(task_class.arguments_class, argv, prog=f"python -m finetune.{task_class.name}")
+    command = [f"python -m finetune.{task_class.name}", *(sys.argv[1:] if argv is None else argv)]
+    return guarded_fit(task_class, args, command)
+
+
+def guarded_fit(task_class: type[Task], args: RunArguments, command: list[str]) -> int:
+    """`fit`, with errors of the user's told in a line and every process group closed."""
+    accelerator = None
+    try:
+        accelerator = make_accelerator(args, Path(args.output))
+        fit(task_class, args, accelerator, command)
+    except Stopped as stopped:
+        print(f"stopped by {stopped}; a checkpoint is written: go on with --resume", file=sys.stderr)
+        return stopped.exit_code
+    except KeyboardInterrupt:
+        print("stopped before the first step; nothing to resume", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if accelerator is not None:
+            end_processes(accelerator)
+    return 0
+
+
+def fit(
+    task_class: type[Task], args: RunArguments, accelerator: Accelerator, command: list[str] | None = None
+) -> dict[str, Any]:
+    """Prepares, trains, evaluates and saves; returns the metrics of the last evaluation."""
+    transformers.logging.set_verbosity_error()
+    folder = Path(args.output)
+    if accelerator.is_main_process:
+        prepare_folder(folder, resume=args.resume, overwrite=args.overwrite)
+        note_arguments(folder, args)
+    accelerator.wait_for_everyone()
+    if accelerator.trackers == [] and args.trackers:
+        accelerator.init_trackers(task_class.name, config=plain_values(args))
+    with accelerator.main_process_first():
+        task = task_class(args)
+        task.prepare()
+    model, state = train(task, folder, accelerator)
+    metrics = last_evaluation(task, model, accelerator, folder)
+    save_model(task, model, accelerator, folder, metrics, command or [])
+    if accelerator.is_main_process:
+        report(task, state, metrics, folder)
+        if args.push_to_hub:
+            push(folder / "model", args.push_to_hub)
+    accelerator.wait_for_everyone()
+    return metrics
+
+
+def train(task: Task, folder: Path, accelerator: Accelerator) -> tuple[nn.Module, RunState]:
+    if task.args.trainer:
+        from .trainer import train_by_trainer
+
+        return train_by_trainer(task, folder=folder, accelerator=accelerator)
+    engine = Engine(task, folder=folder, accelerator=accelerator)
+    return engine.model, engine.train()
+
+
+def last_evaluation(task: Task, model: nn.Module, accelerator: Accelerator, folder: Path) -> dict[str, Any]:
+    """The best model's metrics; the validation set first, where thresholds are tuned, then the test set."""
+    metrics: dict[str, Any] = {}
+    for split in ("validation", "test"):
+        if task.has(split):
+            metrics[split] = evaluate(task, model, accelerator, split, folder / "predictions" / split)
+    return metrics
+
+
+def save_model(
+    task: Task, model: nn.Module, accelerator: Accelerator, folder: Path, metrics: dict[str, Any], command: list[str]
+) -> None:
+    """The finished model with tokenizer, settings and card, whole or not at all."""
+    state_dict = accelerator.get_state_dict(model)
+    if not accelerator.is_main_process:
+        return
+    part = folder / ".model.part"
+    shutil.rmtree(part, ignore_errors=True)
+    plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+    if task.args.lora_rank:
+        plain, state_dict = plain.merge_and_unload(), None
+    plain.save_pretrained(part, state_dict=state_dict)
+    task.tokenizer.save_pretrained(part)
+    write_json(part / SETTINGS_FILE, {"task": task.name, **task.settings()})
+    write_card(part, facts=card_facts(task, metrics, command))
+    replace_folder(part, folder / "model")
+
+
+def card_facts(task: Task, metrics: dict[str, Any], command: list[str]) -> CardFacts:
+    args = task.args
+    shown = metrics.get("test") or metrics.get("validation") or {}
+    names = ("learning_rate", "batch_size", "gradient_accumulation", "epochs", "max_steps", "schedule", "seed")
+    placement = task.default_global if args.global_attention == "default" else args.global_attention
+    return CardFacts(
+        title=Path(args.output).resolve().name,
+        base_model=str(args.model),
+        task=task.name,  # type: ignore[arg-type]
+        dataset_name=args.dataset or Path(args.train_file or "").name,
+        licence=None,
+        metrics={name: value for name, value in shown.items() if isinstance(value, int | float)},
+        settings={name: getattr(args, name) for name in names},
+        command=command,
+        auto_class=task.auto_class,
+        max_length=task.max_length,
+        global_attention=placement,
+        curve_picture=None,
+        notes=[],
+    )
+
+
+def report(task: Task, state: RunState, metrics: dict[str, Any], folder: Path) -> None:
+    """Metrics and history as json, the training curve as a picture, and where everything is."""
+    write_json(folder / "metrics.json", {**metrics, "minutes": round(state.minutes, 2), "steps": state.step})
+    write_json(folder / "history.json", state.history)
+    draw_history(state.history, folder / "training_curve.png", title=folder.name, metric=task.best_metric)
+    for split, values in metrics.items():
+        print(f"{split}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+    print(f"model: {folder / 'model'}   metrics: {folder / 'metrics.json'}   curve: {folder / 'training_curve.png'}")
+
+
+def note_arguments(folder: Path, args: RunArguments) -> None:
+    """Writes what the run was told, and says what is told otherwise when it goes on."""
+    path, now = folder / "run.json", asdict(args)
+    if args.resume and path.exists():
+        before = read_json(path)["arguments"]
+        free = ("resume", "overwrite")
+        for name in sorted(key for key in now if key not in free and before.get(key) != now[key]):
+            print(f"note: {name} was {before.get(name)!r} before, is {now[name]!r} now", file=sys.stderr)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    write_json(path, {"arguments": now, "versions": versions, "command": shlex.join(sys.argv)})
+
+
+def plain_values(args: RunArguments) -> dict[str, Any]:
+    """The arguments as trackers take them."""
+    return {
+        name: value if isinstance(value, int | float | str | bool) else str(value)
+        for name, value in asdict(args).items()
+    }
+
+
+def push(folder: Path, repository: str) -> None:
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(repository, exist_ok=True)
+    api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload fine-tuned model")

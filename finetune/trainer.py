@@ -1,0 +1,178 @@
+"""The same training by transformers' Trainer: same rows, batches, optimiser, schedule and evaluation."""
+
+import json
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+
+from .checkpoints import RunState
+from .engine import (
+    DEFAULT_EVALUATIONS,
+    Stopped,
+    build_model,
+    caught_signals,
+    evaluate,
+    make_optimizer,
+    make_schedule,
+    refuse_loss,
+)
+from .task import Task
+
+TRAINER_STATE = "trainer_state.json"
+
+
+class TaskTrainer(Trainer):
+    """Trainer that takes batches and metrics from a task.
+
+    Args:
+        task: data, batches and evaluation.
+        first_batch: number of the batch to begin with.
+    """
+
+    def __init__(self, task: Task, *, folder: Path, first_batch: int, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.task, self.folder, self.first_batch = task, folder, first_batch
+        self.rows_at_work: list[int] = []
+
+    def get_train_dataloader(self) -> DataLoader:
+        return self.task.train_loader(
+            rank=self.accelerator.process_index, world_size=self.accelerator.num_processes, first=self.first_batch
+        )
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        self.rows_at_work = inputs.pop("row_ids", [])
+        return super()._prepare_inputs(inputs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if not math.isfinite(loss.item()):
+            step = self.state.global_step + 1
+            refuse_loss(loss.item(), self.rows_at_work, step=step, folder=self.folder, writes=self.args.should_save)
+        return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self.compute_loss_context_manager():
+            metrics = evaluate(self.task, self.model, self.accelerator, "validation")
+        named = {f"eval_{name}": value for name, value in metrics.items()}
+        self.log(named)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)  # type: ignore[has-type]
+        return named
+
+
+class StopInTime(TrainerCallback):
+    """Stops with a checkpoint when a signal came, and with evaluation and checkpoint when time is up."""
+
+    def __init__(self, asked: list[int], max_minutes: float | None):
+        self.asked, self.max_minutes, self.started = asked, max_minutes, time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        is_late = self.max_minutes is not None and (time.monotonic() - self.started) / 60 >= self.max_minutes
+        if self.asked or is_late:
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = not self.asked
+
+
+def train_by_trainer(task: Task, *, folder: Path, accelerator: Accelerator) -> tuple[nn.Module, RunState]:
+    """Trains by Trainer; its checkpoints are in the same place, but under Trainer's names."""
+    model = build_model(task, folder)
+    total_steps = task.total_steps(accelerator.num_processes)
+    settings = training_arguments(task, folder, total_steps)
+    newest = newest_checkpoint(folder / "checkpoints") if task.args.resume else None
+    done = 0 if newest is None else json.loads((newest / TRAINER_STATE).read_text())["global_step"]
+    optimizer = make_optimizer(model, task.args)
+    started = time.monotonic()
+    with caught_signals() as asked:
+        trainer = TaskTrainer(
+            task,
+            folder=folder,
+            first_batch=done * task.args.gradient_accumulation,
+            model=model,
+            args=settings,
+            eval_dataset=task.rows("validation") if task.has("validation") else None,
+            optimizers=(optimizer, make_schedule(optimizer, task.args, total_steps)),
+            callbacks=callbacks(task, asked),
+        )
+        if task.args.eval_first and done == 0 and task.has("validation"):
+            trainer.evaluate()
+        trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+    if asked:
+        raise Stopped(asked[-1])
+    return trainer.model_wrapped, run_state(trainer, minutes=(time.monotonic() - started) / 60)
+
+
+def callbacks(task: Task, asked: list[int]) -> list[TrainerCallback]:
+    chosen: list[TrainerCallback] = [StopInTime(asked, task.args.max_minutes)]
+    if task.args.patience is not None:
+        chosen.append(EarlyStoppingCallback(task.args.patience))
+    return chosen
+
+
+def training_arguments(task: Task, folder: Path, total_steps: int) -> TrainingArguments:
+    args = task.args
+    every = args.eval_steps or max(1, total_steps // DEFAULT_EVALUATIONS)
+    validates = task.has("validation")
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder / "logs"))
+    return TrainingArguments(
+        output_dir=str(folder / "checkpoints"),
+        max_steps=total_steps,
+        per_device_train_batch_size=args.batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation,
+        max_grad_norm=args.max_grad_norm,
+        bf16=args.mixed_precision == "bf16",
+        fp16=args.mixed_precision == "fp16",
+        use_cpu=not torch.accelerator.is_available(),
+        seed=args.seed,
+        eval_strategy="steps" if validates else "no",
+        eval_steps=every,
+        save_strategy="steps",
+        # The best model can only be loaded again where every evaluation has its checkpoint.
+        save_steps=every if validates else args.save_steps or every,
+        save_total_limit=args.keep_checkpoints + 1,
+        load_best_model_at_end=validates,
+        metric_for_best_model=f"eval_{task.best_metric}" if validates else None,
+        greater_is_better=task.higher_is_better if validates else None,
+        logging_steps=args.log_steps,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        report_to=args.trackers or "none",
+        remove_unused_columns=False,
+        # The loader begins where the run stopped, so there is nothing to skip.
+        ignore_data_skip=True,
+        ddp_find_unused_parameters=True,
+    )
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that is whole: Trainer writes its state last. A torn one is removed."""
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    for path in reversed(found):
+        try:
+            json.loads((path / TRAINER_STATE).read_text(encoding="utf-8"))
+            return path
+        except (OSError, json.JSONDecodeError):
+            shutil.rmtree(path, ignore_errors=True)
+    return None
+
+
+def run_state(trainer: Trainer, *, minutes: float) -> RunState:
+    """What Trainer logged, in the words of the other engine."""
+    history = [
+        {name.removeprefix("eval_"): value for name, value in entry.items() if name != "epoch"}
+        for entry in trainer.state.log_history
+    ]
+    return RunState(
+        step=trainer.state.global_step,
+        best_value=trainer.state.best_metric,
+        best_step=trainer.state.best_global_step,
+        minutes=minutes,
+        history=history,
+    )

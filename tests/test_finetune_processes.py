@@ -1,0 +1,75 @@
+"""Two processes on the CPU train as one process with the same global batch does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .finetuning import save_model, write_questions, write_summaries
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "finetune" / "accelerate" / "cpu_2_processes.yaml"
+COMMON = ["--learning-rate", "1e-3", "--log-steps", "1", "--max-steps", "5", "--eval-steps", "5"]
+LAUNCH_TWO = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIG)]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("processes")
+    save_model(root / "qa", "QuestionAnswering")
+    save_model(root / "summarise", "ConditionalGeneration")
+    for name, numbers in (("train", range(9)), ("validation", range(9, 12))):
+        write_questions(root / f"{name}.json", numbers)
+        write_summaries(root / f"{name}.jsonl", numbers)
+    return root
+
+
+def finished_run(work: Path, output: Path, task: str, launch: list[str], batch_size: int) -> dict:
+    suffix = "json" if task == "qa" else "jsonl"
+    own = (
+        ["--max-length", "160", "--stride", "32"] if task == "qa" else ["--max-summary-tokens", "8", "--num-beams", "1"]
+    )
+    files = ["--train-file", str(work / f"train.{suffix}"), "--validation-file", str(work / f"validation.{suffix}")]
+    argv = [
+        "--model",
+        str(work / task),
+        "--output",
+        str(output),
+        *files,
+        *own,
+        *COMMON,
+        "--batch-size",
+        str(batch_size),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        [sys.executable, *launch, "-m", f"finetune.{task}", *argv],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = json.loads((output / "metrics.json").read_text())["validation"]
+    history = json.loads((output / "history.json").read_text())
+    losses = {entry["step"]: entry["loss"] for entry in history if "learning_rate" in entry}
+    return {"losses": losses, "metrics": metrics, "stdout": done.stdout}
+
+
+@pytest.mark.parametrize("task", ["qa", "summarise"])
+def test_two_processes_are_as_one(work, tmp_path, task):
+    alone = finished_run(work, tmp_path / "alone", task, [], 4)
+    two = finished_run(work, tmp_path / "two", task, LAUNCH_TWO, 2)
+    assert sorted(two["losses"]) == [1, 2, 3, 4, 5]
+    for step, loss in alone["losses"].items():
+        assert two["losses"][step] == pytest.approx(loss, abs=1e-4), step
+    for name, value in alone["metrics"].items():
+        assert two["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+    # Only the main process tells and writes.
+    assert two["stdout"].count("model: ") == 1
+    assert len(list((tmp_path / "two" / "checkpoints").glob("step-*"))) == 1
