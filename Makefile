@@ -24,8 +24,8 @@ format: .venv/installed
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
-demo: .venv/installed  ## what the attention does, drawn and checked in a minute
-	.venv/bin/python -m hybrid_longformer.demo
+demo: .venv/installed  ## the main job on generated contracts: fine-tune, compare, save, reload, ask
+	.venv/bin/python -m finetune.demo
 
 bench: .venv/installed  ## side by side with HF Longformer and dense attention
 	.venv/bin/python -m benchmarks.attention

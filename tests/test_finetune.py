@@ -378,3 +378,43 @@ def test_windows_of_a_long_document_are_all_read_and_questions_are_global(work):
             assert text == question.answers[0]
             found += 1
     assert found >= sum(bool(question.answers) for question in rows.questions)
+
+
+def test_tensorboard_is_written_and_the_model_folder_uploaded(work, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    uploads = []
+
+    class Hub:
+        def create_repo(self, repository, exist_ok):
+            assert exist_ok
+
+        def upload_folder(self, *, repo_id, folder_path, commit_message):
+            uploads.append((repo_id, {path.name for path in Path(folder_path).iterdir()}))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    output = tmp_path / "run"
+    argv = [*arguments(work, "qa"), "--max-steps", "1", "--report-to", "tensorboard", "--push-to-hub", "me/contracts"]
+    assert run(QA, [*argv, "--output", str(output)]) == 0
+    assert list((output / "logs").rglob("events.out.tfevents.*"))
+    ((repository, files),) = uploads
+    assert repository == "me/contracts"
+    assert {"model.safetensors", "config.json", "modeling_hybrid_longformer.py", "README.md", "tokenizer.json"} <= files
+
+
+def test_answers_of_a_saved_model_are_those_of_its_run(work, tmp_path):
+    from finetune.answer import Answerer, show
+
+    output = tmp_path / "run"
+    argv = [*arguments(work, "qa"), *ALL_STEPS, "--max-length", "64", "--stride", "16", "--output", str(output)]
+    assert run(QA, argv) == 0
+    answerer = Answerer(str(output / "model"))
+    predicted = json.loads((output / "predictions" / "validation" / "predictions.json").read_text())
+    data = json.loads((work / "validation.json").read_text())["data"]
+    for article in data:
+        paragraph = article["paragraphs"][0]
+        for asked in paragraph["qas"]:
+            prediction = answerer(asked["question"], paragraph["context"])
+            assert prediction.text == predicted[asked["id"]]
+            shown = show(prediction, paragraph["context"], colour=False)
+            assert f">>{prediction.text}<<" in shown if prediction.text else "no answer" in shown

@@ -1,11 +1,16 @@
 """The README is true: its Python runs as it stands, its files and commands exist."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForQuestionAnswering
+
+from hybrid_longformer.cli import main
+
+from .finetuning import write_questions, write_summaries
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -51,6 +56,28 @@ def test_python_blocks_run_one_after_the_other(tmp_path: Path, monkeypatch: pyte
     assert names["inputs"]["input_ids"].shape[1] > 512
     assert (names["by_default"].start_logits - names["by_choice"].start_logits).abs().max() > 0
     assert (names["attention_map"].sum(-1) - 1).abs().max() < 1e-5
+
+
+def shell_lines() -> list[list[str]]:
+    """The README's commands of this project, word by word, in blocks and in the text."""
+    lines = README.splitlines() + re.findall(r"`(hybrid-longformer [^`\n]+)`", README)
+    return [shlex.split(line) for line in lines if line.startswith("hybrid-longformer ")]
+
+
+@pytest.mark.slow
+def test_commands_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_roberta(tmp_path / "my-roberta")
+    for name, numbers in (("train", range(4)), ("dev", range(4, 6))):
+        write_questions(tmp_path / f"{name}.json", numbers)
+        write_summaries(tmp_path / f"{name}.jsonl", numbers)
+    commands = sorted(shell_lines(), key=lambda words: words[1])  # what is converted is fine-tuned then
+    assert [words[1] for words in commands] == ["convert", "convert", "finetune", "finetune"]
+    for words in commands:
+        fewer_steps = ["--max-steps", "2"] if words[1] == "finetune" else []
+        assert main([*words[1:], *fewer_steps]) == 0, words
+    for output in ("qa", "summaries"):
+        assert (tmp_path / "runs" / output / "model" / "model.safetensors").exists()
 
 
 def test_linked_files_exist() -> None:
