@@ -68,6 +68,16 @@ def test_the_best_spans_of_a_window_are_those_of_all_pairs(data, num_tokens, n_b
     assert [scores[pair] for pair in pairs] == found.score.tolist()
 
 
+@pytest.mark.parametrize("longest", [1, 2, 3, 5, 6, 7, 12])
+def test_a_better_end_out_of_reach_draws_no_attention(longest):
+    rng = np.random.default_rng(longest)
+    for _ in range(100):
+        start, end = rng.normal(size=(2, 12))
+        (window,) = windows_of(start, end, [(0, 12)])
+        found = window_spans(window, n_best=1, max_answer_tokens=longest)
+        assert found.score[0] == max(all_pairs([window], longest).values())
+
+
 @given(data=st.data(), num_tokens=st.integers(1, 30), n_best=st.integers(1, 8), longest=st.integers(1, 6))
 def test_answers_are_the_best_over_all_windows(data, num_tokens, n_best, longest):
     room = data.draw(st.integers(1, 12))
@@ -113,7 +123,7 @@ def test_spans_with_the_same_characters_count_once_and_white_space_is_no_answer(
     context = TokenisedContext([0, 1, 2, 3], np.array([0, 4, 4, 4]), np.array([1, 1, 5, 5]))
     windows = windows_of([9, 9.5, 3, 2], [1, 9, 2, 4], [(0, 4)])
     nbest = best_spans(windows, context, text, n_best=10, max_answer_tokens=4)
-    texts = [(answer.text, answer.score) for answer in nbest if answer.text]
+    texts = [(answer.text, answer.score) for answer in nbest if answer.start is not None]
     assert texts == [("a", 18.0), ("é", 13.5), ("a \n é", 13.0)]
 
 
