@@ -1,8 +1,6 @@
 """Answers: the best spans of a question over all windows of its document, or none, with the text's own characters."""
 
-import json
 import os
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .files import write_json
 from .metrics.long_qa.squad_scores import best_threshold, token_f1
 from .windows import TokenisedContext
 
@@ -251,17 +250,8 @@ def tune_threshold(
 
 def write_nbest(path: str | os.PathLike, predictions: Mapping[str, Prediction]) -> None:
     """Writes `{question: [{text, start, end, score, probability}, …]}`, best first, whole or not at all."""
-    place = Path(path)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    part = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}.part")
     value = {question: [asdict(answer) for answer in prediction.nbest] for question, prediction in predictions.items()}
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, ensure_ascii=False, allow_nan=False)
-            file.write("\n")
-        os.replace(part, place)
-    finally:
-        part.unlink(missing_ok=True)
+    write_json(Path(path), value)
 
 
 class AnswerCollector:

@@ -24,7 +24,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def write_json(path: Path, value: Any) -> None:
     with whole_file(path) as part:
-        part.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> Any:

@@ -7,21 +7,15 @@ in backend.py. Every head takes `global_attention_mask` and, when it is None, ch
 Letters: B batch, H heads, N tokens, E hidden size, X extra global tokens.
 """
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
-from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import (
     BaseModelOutput,
-    BaseModelOutputWithPastAndCrossAttentions,
     BaseModelOutputWithPooling,
     MaskedLMOutput,
     MultipleChoiceModelOutput,
@@ -30,13 +24,14 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import HybridSelfAttention, bias_dtype
+from .attention import bias_dtype
 from .backend import check_implementation
 from .batch import Batch, count_global_slots, describe_batch, place_in_document
 from .configuration_hybrid_longformer import HybridLongformerConfig
+from .decoder import HybridLongformerDecoder, tied_layers
 from .inputs import (
     check_inputs,
     check_positions,
@@ -50,51 +45,11 @@ from .inputs import (
     spread_positions,
 )
 from .layers import (
-    DecoderCrossAttention,
-    DecoderSelfAttention,
-    HybridLongformerDecoderLayer,
     HybridLongformerEmbeddings,
     HybridLongformerEncoder,
-    HybridLongformerLayer,
 )
 from .plan import build_plans
-from .saving import push_checkpoint, save_extras
-
-
-class HybridLongformerPreTrainedModel(PreTrainedModel):
-    """What all classes share: configuration, initialisation, and checkpoints that carry their code."""
-
-    config: HybridLongformerConfig
-    config_class = HybridLongformerConfig
-    base_model_prefix = "hybrid_longformer"
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _no_split_modules = ["HybridLongformerEmbeddings", "HybridLongformerLayer", "HybridLongformerDecoderLayer"]
-    _can_record_outputs = {"hidden_states": HybridLongformerLayer, "attentions": HybridSelfAttention}
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, HybridLongformerModel) and module.extra_global_tokens is not None:
-            init.normal_(module.extra_global_tokens, mean=0.0, std=self.config.initializer_range)
-
-    def save_pretrained(
-        self, save_directory: str | os.PathLike, *args: Any, tokenizer: Any = None, **kwargs: Any
-    ) -> None:
-        """As in transformers, and writes the model card (and the tokenizer, if given) beside weights and code."""
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
-            save_extras(self, save_directory, tokenizer)
-
-    def push_to_hub(self, repo_id: str, *, tokenizer: Any = None, **kwargs: Any) -> Any:
-        """Uploads the same self-contained folder that `save_pretrained` writes.
-
-        Args:
-            tokenizer: saved along, if given.
-            kwargs: commit_message, commit_description, private, token, revision, create_pr, max_shard_size.
-        """
-        return push_checkpoint(self, repo_id, tokenizer=tokenizer, **kwargs)
+from .pretrained import HybridLongformerPreTrainedModel
 
 
 class HybridLongformerModel(HybridLongformerPreTrainedModel):
@@ -566,98 +521,6 @@ class HybridLongformerForQuestionAnswering(DocumentPredictionModel):
             lowest = torch.finfo(start_logits.dtype).min
             start_logits, end_logits = (x.masked_fill(padding, lowest) for x in (start_logits, end_logits))
         return self.loss_function(start_logits, end_logits, start_positions, end_positions)
-
-
-class HybridLongformerDecoder(HybridLongformerPreTrainedModel):
-    """A full-attention decoder with cross-attention and cache."""
-
-    _can_record_outputs = {
-        "hidden_states": HybridLongformerDecoderLayer,
-        "attentions": DecoderSelfAttention,
-        "cross_attentions": DecoderCrossAttention,
-    }
-
-    def __init__(self, config: HybridLongformerConfig):
-        super().__init__(config)
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
-        self.word_scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
-        self.position_embeddings = nn.Embedding(config.decoder_max_position_embeddings, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.layer = nn.ModuleList(HybridLongformerDecoderLayer(config, i) for i in range(config.decoder_layers or 0))
-        self.gradient_checkpointing = False
-        self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.word_embeddings
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.word_embeddings = value
-
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """Decodes (B, T) tokens; positions follow on what the cache holds."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds")
-        words = (self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds) * self.word_scale
-        if use_cache and past_key_values is None:
-            past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        hidden_states = self.dropout(self.LayerNorm(words + self._positions(past, words)))
-        own_cache = past_key_values.self_attention_cache if past_key_values is not None else None
-        causal_mask = create_causal_mask(
-            config=self.config, inputs_embeds=words, attention_mask=attention_mask, past_key_values=own_cache
-        )
-        cross_mask = create_bidirectional_mask(
-            config=self.config,
-            inputs_embeds=words,
-            attention_mask=encoder_attention_mask,
-            encoder_hidden_states=encoder_hidden_states,
-        )
-        for layer in self.layer:
-            hidden_states = layer(
-                hidden_states,
-                causal_mask,
-                encoder_hidden_states,
-                encoder_attention_mask=cross_mask,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
-        return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=hidden_states, past_key_values=past_key_values if use_cache else None
-        )
-
-    def _positions(self, past: Any, words: Tensor) -> Tensor:
-        length, rows = words.shape[1], self.config.decoder_max_position_embeddings
-        offset = self.config.position_offset
-        if isinstance(past, int) and past + length + offset > rows:
-            raise ValueError(
-                f"the decoder is at token {past + length}, but its position table holds {rows - offset} "
-                f"(decoder_max_position_embeddings={rows}): lower max_new_tokens or truncate the labels"
-            )
-        return self.position_embeddings(torch.arange(length, device=words.device) + (past + offset))
-
-
-def tied_layers(num_layers: int) -> dict[str, str]:
-    """For every weight of the decoder layers that the encoder layers have too, the encoder's."""
-    modules = [f"attention.self.{name}" for name in ("query", "key", "value")]
-    modules += ["attention.output.dense", "attention.output.LayerNorm"]
-    modules += ["intermediate.dense", "output.dense", "output.LayerNorm"]
-    names = [
-        f"layer.{layer}.{name}.{kind}" for layer in range(num_layers) for name in modules for kind in ("weight", "bias")
-    ]
-    return {f"decoder.{name}": f"hybrid_longformer.encoder.{name}" for name in names}
 
 
 class HybridLongformerForConditionalGeneration(HybridLongformerPreTrainedModel, GenerationMixin):

@@ -1,6 +1,7 @@
 """Answers: against a search of all pairs, over all windows, with thresholds tuned as if every one had been tried."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune import answers as answers_module
 from finetune.answers import (
     Answer,
     AnswerCollector,
@@ -294,11 +294,11 @@ def test_the_nbest_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
     write_nbest(path, {"q": prediction("old", 1.0)})
     before = path.read_bytes()
 
-    def disk_full(value, file, **_):
-        file.write("[{")
+    def disk_full(file, text, **_):
+        file.write_bytes(text[:2].encode())
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(answers_module.json, "dump", disk_full)
+    monkeypatch.setattr(Path, "write_text", disk_full)
     with pytest.raises(OSError, match="No space"):
         write_nbest(path, {"q": prediction("new", 1.0)})
     assert path.read_bytes() == before
