@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 from .files import read_json, replace_folder, write_json
 
@@ -61,7 +62,8 @@ class Checkpoints:
                 write_json(part / STATE_FILE, asdict(state))
                 replace_folder(part, self.path(state.step))
                 self._remove_old(state)
-        except OSError as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
+            # Each library has its own name for a full disk.
             shutil.rmtree(part, ignore_errors=True)
             raise SystemExit(
                 f"the checkpoint of step {state.step} could not be written to {self.folder}: {error}\n"

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
 from .arguments import parse_arguments
 from .contracts import Contract, generate_contracts, write_dataset
+from .engine import make_accelerator
 from .files import read_json
 from .qa import QA
 from .run import fit
@@ -79,7 +78,7 @@ def train(output: Path, files: dict[str, Path], sizes: dict[str, int], more: lis
     data = [word for split, path in files.items() for word in (f"--{split}-file", str(path))]
     argv = ["--model", str(START), "--output", str(output), *data, *steps, *SETTINGS, *more]
     args = parse_arguments(QA.arguments_class, argv)
-    return fit(QA, args, Accelerator(), ["python -m finetune.qa", *argv])
+    return fit(QA, args, make_accelerator(args, output), ["python -m finetune.qa", *argv])
 
 
 def compare(output: Path, metrics: dict[str, dict[str, Any]]) -> None:

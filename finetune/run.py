@@ -79,6 +79,11 @@ def fit(
 
 
 def train(task: Task, folder: Path, accelerator: Accelerator) -> tuple[nn.Module, RunState]:
+    others = sorted((folder / "checkpoints").glob("step-*" if task.args.trainer else "checkpoint-*"))
+    if task.args.resume and others:
+        raise ValueError(
+            f"{others[-1]} was written {'without' if task.args.trainer else 'with'} --trainer: go on the way it began"
+        )
     if task.args.trainer:
         from .trainer import train_by_trainer
 

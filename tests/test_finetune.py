@@ -265,6 +265,13 @@ def test_an_earlier_run_is_kept_unless_told(work, tmp_path, capsys):
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
+def test_a_run_goes_on_the_way_it_began(work, tmp_path, capsys):
+    argv = [*arguments(work, "qa"), "--max-steps", "1", "--output", str(tmp_path / "run")]
+    assert run(QA, argv) == 0
+    assert run(QA, [*argv, "--resume", "--trainer"]) == 1
+    assert "step-00000001 was written without --trainer" in capsys.readouterr().err
+
+
 def test_max_minutes_ends_training_with_a_finished_model(work, tmp_path):
     argv = [*arguments(work, "qa"), "--max-steps", "50", "--max-minutes", "0", "--output", str(tmp_path / "run")]
     assert run(QA, argv) == 0
