@@ -35,17 +35,19 @@ def whole_or_nothing(output: Path) -> Iterator[Path]:
     """A folder beside the output that takes its place at the end; whatever goes wrong before, it is removed."""
     output.parent.mkdir(parents=True, exist_ok=True)
     beside, replaced, lock = _neighbours(output, uuid.uuid4().hex[:_TOKEN_DIGITS])
+    held = FileLock(lock)
     try:
-        with FileLock(lock):
-            try:
-                beside.mkdir()
-                yield beside
-                if output.exists():
-                    output.rename(replaced)
-                beside.rename(output)
-            finally:
-                _settle(output, beside, replaced)
+        with suppress(OSError, NotImplementedError):
+            # Where files can't be locked, nobody takes this run for a dead one either.
+            held.acquire()
+        beside.mkdir()
+        yield beside
+        if output.exists():
+            output.rename(replaced)
+        beside.rename(output)
     finally:
+        _settle(output, beside, replaced)
+        held.release(force=True)
         lock.unlink(missing_ok=True)
 
 
@@ -55,7 +57,7 @@ def clear_leftovers(output: Path) -> None:
     left = [path for end in ("part", "old") for path in output.parent.glob(pattern + end)]
     for token in {path.suffixes[-2][1:] for path in left}:
         beside, replaced, lock = _neighbours(output, token)
-        with suppress(Timeout, OSError), FileLock(lock, blocking=False):
+        with suppress(Timeout, OSError, NotImplementedError), FileLock(lock, blocking=False):
             _settle(output, beside, replaced)
             lock.unlink(missing_ok=True)
 

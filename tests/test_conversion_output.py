@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_longformer import cli, conversion
+from hybrid_longformer import cli, conversion, conversion_output
 from hybrid_longformer.conversion import convert_checkpoint
 from hybrid_longformer.conversion_source import ConversionError
 
@@ -94,7 +94,7 @@ class TestOutput:
 # A conversion that waits with its weights half written, so that what ends it comes at the worst time.
 CONVERT_AND_WAIT = """
 import sys, time
-from hybrid_longformer import cli, conversion
+from hybrid_longformer import cli, conversion, conversion_output
 write_weights = conversion.write_weights
 def write_and_wait(*args):
     write_weights(*args)
@@ -158,6 +158,16 @@ class TestStops:
             convert_checkpoint(make_source("Roberta", "Model"), tmp_path / "output", **OPTIONS)
         assert [path.name for path in tmp_path.iterdir()] == ["output"]
         assert (tmp_path / "output" / "notes.txt").read_text() == "mine"
+
+    def test_works_where_files_cannot_be_locked(self, tmp_path, monkeypatch):
+        def refuse(*args, **options):
+            raise OSError("no locks available")
+
+        monkeypatch.setattr(conversion_output.FileLock, "acquire", refuse)
+        (tmp_path / ".output.0123abcd.part").mkdir()
+        convert_checkpoint(make_source("Roberta", "Model"), tmp_path / "output", verify=False, **OPTIONS)
+        # Somebody may still be writing it.
+        assert {path.name for path in tmp_path.iterdir()} == {"output", ".output.0123abcd.part"}
 
     def test_neighbours_of_other_outputs_stay(self, tmp_path):
         names = {".output.2.0123abcd.part", ".output.part", ".output.notahexa.part", "output.0123abcd.part"}

@@ -17,6 +17,9 @@ SHARED = Path(os.environ.get("HYBRID_LONGFORMER_SHARED", Path(__file__).resolve(
 WEIGHTS = SHARED / "models" / "granite-30m-roberta"
 PAPERS = SHARED / "data" / "scisummnet" / "validation.jsonl.gz"
 
+# Twice what the source's own backends, sdpa and eager, differ by in float32 on such texts.
+TOLERANCE = 1e-4
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -56,11 +59,11 @@ def test_equal_where_the_window_is_full_attention(window, length, source, conver
     assert ids.shape[1] == length
     result = HybridLongformerModel.from_pretrained(converted[window], dtype=torch.float32).eval()
     expected = source(ids).last_hidden_state
-    torch.testing.assert_close(result(ids).last_hidden_state, expected, atol=5e-5, rtol=0)
+    torch.testing.assert_close(result(ids).last_hidden_state, expected, atol=TOLERANCE, rtol=0)
     marked = torch.zeros_like(ids)
     marked[:, 0] = 1
     found = result(ids, global_attention_mask=marked).last_hidden_state
-    torch.testing.assert_close(found, expected, atol=5e-5, rtol=0)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
 @torch.no_grad()
