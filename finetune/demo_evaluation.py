@@ -31,14 +31,17 @@ class Guess:
 
 
 @torch.no_grad()
-def guess_answers(model: Any, tokenizer: Any, contracts: Sequence[Contract]) -> list[Guess]:
+def guess_answers(
+    model: Any, tokenizer: Any, contracts: Sequence[Contract], *, with_global_tokens: bool = True
+) -> list[Guess]:
     """Answers all questions of the contracts, those of one contract together."""
     model.eval()
     guesses = []
     for contract in contracts:
         questions = [question.question for question in contract.questions]
         inputs = tokenizer(questions, [contract.text] * len(questions), padding=True, return_tensors="pt")
-        outputs = model(**inputs)
+        global_mask = None if with_global_tokens else torch.zeros_like(inputs["input_ids"])
+        outputs = model(**inputs, global_attention_mask=global_mask)
         for number, question in enumerate(contract.questions):
             encoding = inputs.encodings[number]
             context = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence == 1]

@@ -31,11 +31,8 @@ from .contracts import generate_contracts
 from .demo_evaluation import best_threshold, evaluate_by_length, guess_answers, mean_f1
 from .demo_start import new_model, train_tokenizer
 
-_WARM_UP_STEPS = 100
 _NO_LABEL = -1.0
 _TRUTH_FILE = "truth_outputs.safetensors"
-# The others begin right behind their question, as they will in use.
-_SHARE_SHIFTED = 0.75
 # How much is looked at behind every stage, and the seed of those contracts.
 _REPORTED_EXCERPTS, _REPORTED_CONTRACTS, _SEED = 100, 4, 2_000
 _COMMAND = "python -m finetune.demo_pretraining OUTPUT"
@@ -52,7 +49,10 @@ class Stage:
         near_misses: the share of distractors that are near misses.
         steps: optimiser steps.
         learning_rate: at the first and at the last step.
+        warm_up: steps until the learning rate is reached.
         tokens: per step, padding included.
+        shifted: the share of excerpts that begin at a random position. The others begin right behind their question, as
+            they will in use, where words are hard to tell from the question's at first.
     """
 
     name: str
@@ -61,7 +61,9 @@ class Stage:
     words: tuple[int, int] = (0, 0)
     near_misses: float = 0.5
     learning_rate: tuple[float, float] = (1e-3, 1e-3)
+    warm_up: int = 30
     tokens: int = 4_096
+    shifted: float = 1.0
 
     def excerpt(self, rng: random.Random, split: str) -> Excerpt:
         if self.clauses is None:
@@ -70,12 +72,12 @@ class Stage:
 
 
 STAGES = (
-    Stage(name="1-clause", clauses=(1, 1), near_misses=0.6, steps=250),
+    Stage(name="1-clause", clauses=(1, 1), near_misses=0.6, steps=250, warm_up=100),
     Stage(name="2-clauses", clauses=(1, 2), steps=300),
-    Stage(name="4-clauses", clauses=(1, 4), steps=500),
-    Stage(name="8-clauses", clauses=(2, 8), steps=500),
-    Stage(name="15-clauses", clauses=(6, 15), steps=500, learning_rate=(1e-3, 7e-4), tokens=6_000),
-    Stage(name="contracts", words=(300, 1_790), steps=800, learning_rate=(7e-4, 1e-4), tokens=8_000),
+    Stage(name="4-clauses", clauses=(1, 4), steps=400),
+    Stage(name="8-clauses", clauses=(2, 8), steps=400, shifted=0.75),
+    Stage(name="15-clauses", clauses=(6, 15), steps=400, shifted=0.75, learning_rate=(1e-3, 7e-4), tokens=6_000),
+    Stage(name="contracts", words=(300, 900), steps=300, shifted=0.75, learning_rate=(7e-4, 1e-4), tokens=6_000),
 )
 
 
@@ -130,14 +132,16 @@ def batches(stage: Stage, tokenizer: PreTrainedTokenizerFast, rng: random.Random
         yield from found
 
 
-def collate(rows: Sequence[Row], *, pad_token_id: int, max_positions: int, rng: random.Random) -> dict[str, Tensor]:
-    """The model's inputs; most excerpts begin at a random position behind their question."""
+def collate(
+    rows: Sequence[Row], *, pad_token_id: int, max_positions: int, shifted: float, rng: random.Random
+) -> dict[str, Tensor]:
+    """The model's inputs; this share of excerpts begins at a random position behind its question."""
     length = max(len(row.input_ids) for row in rows)
     input_ids = torch.full((len(rows), length), pad_token_id)
     position_ids = torch.arange(2, length + 2).repeat(len(rows), 1)
     for number, row in enumerate(rows):
         input_ids[number, : len(row.input_ids)] = torch.tensor(row.input_ids)
-        if rng.random() < _SHARE_SHIFTED:
+        if rng.random() < shifted:
             position_ids[number, row.context_start :] += rng.randint(0, max_positions - 2 - length)
     return {
         "input_ids": input_ids,
@@ -175,7 +179,7 @@ class Lesson(nn.Module):
         return (losses.sum((0, 1)) / counted.sum((0, 1)).clamp(min=1)).sum()
 
 
-def train_stage(stage: Stage, lesson: Lesson, tokenizer: PreTrainedTokenizerFast, *, warm_up: bool) -> None:
+def train_stage(stage: Stage, lesson: Lesson, tokenizer: PreTrainedTokenizerFast) -> None:
     """Runs a stage's steps."""
     rng = random.Random(stage.name)
     optimizer = torch.optim.AdamW(_parameter_groups(lesson), lr=stage.learning_rate[0], betas=(0.9, 0.98))
@@ -186,9 +190,11 @@ def train_stage(stage: Stage, lesson: Lesson, tokenizer: PreTrainedTokenizerFast
         first, last = stage.learning_rate
         rate = first + (last - first) * step / stage.steps
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1, (step + 1) / _WARM_UP_STEPS) if warm_up else rate
+            group["lr"] = rate * min(1, (step + 1) / stage.warm_up)
         rows = next(found)
-        inputs = collate(rows, pad_token_id=tokenizer.pad_token_id, max_positions=max_positions, rng=rng)
+        inputs = collate(
+            rows, pad_token_id=tokenizer.pad_token_id, max_positions=max_positions, shifted=stage.shifted, rng=rng
+        )
         loss = lesson(inputs, rows)
         loss.backward()
         nn.utils.clip_grad_norm_(lesson.parameters(), 1.0)
@@ -215,7 +221,7 @@ def pretrain(folder: Path, stages: Sequence[Stage] = STAGES, *, seed: int = 0) -
     for number, stage in enumerate(stages):
         if number >= done:
             print(f"stage {number + 1} of {len(stages)}: {stage.name}")
-            train_stage(stage, lesson, tokenizer, warm_up=number == 0)
+            train_stage(stage, lesson, tokenizer)
             _report_stage(stage, lesson.model, tokenizer)
             _save_stage(folder / "stages" / stage.name, lesson, tokenizer)
     return folder / "stages" / stages[-1].name

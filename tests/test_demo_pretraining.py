@@ -60,7 +60,7 @@ def test_batches_are_full_and_shifted_excerpts_stay_inside_the_table(tokenizer):
     found = batches(stage, tokenizer, rng)
     starts = set()
     for rows in (next(found) for _ in range(20)):
-        inputs = collate(rows, pad_token_id=1, max_positions=600, rng=rng)
+        inputs = collate(rows, pad_token_id=1, max_positions=600, shifted=0.8, rng=rng)
         assert inputs["input_ids"].numel() <= stage.tokens
         assert inputs["position_ids"].max() < 600
         for number, row in enumerate(rows):
