@@ -162,17 +162,14 @@ def generate_contracts(*, size: str, split: str, count: int, seed: int = 0) -> I
 
 
 def _write_contract(writer: ContractWriter, size: ContractSize, name: str) -> Contract:
-    rng = writer.rng
-    names = {"first": writer.roles[0], "second": writer.roles[1]}
-    names |= {f"{which}_name": writer.value("company", kind="party") for which in ("first", "second")}
-    opening = f"{rng.choice(TITLES)}\n{rng.choice(OPENINGS).format(date=writer.value('date'), **names)}\n"
-    clauses = _choose_clauses(writer, size.words)
+    opening, names = write_opening(writer)
+    clauses = choose_clauses(writer, size.words)
     text, starts = join_clauses(clauses, opening=opening)
     in_force = {
         clause.slot: (clause.value, start) for clause, start in zip(clauses, starts, strict=True) if clause.in_force
     }
     questions = []
-    for number, slot in enumerate(_choose_questions(writer, clauses, size.questions)):
+    for number, slot in enumerate(choose_questions(writer, clauses, size.questions)):
         answers = [in_force[slot]] if slot in in_force else []
         questions.append(
             Question(f"{name}-{number}", writer.ask(slot), [value for value, _ in answers], [at for _, at in answers])
@@ -180,7 +177,15 @@ def _write_contract(writer: ContractWriter, size: ContractSize, name: str) -> Co
     return Contract(name, text, questions, _summarise(clauses, SUMMARY_OPENING.format(**names)))
 
 
-def _choose_clauses(writer: ContractWriter, words: int) -> list[Clause]:
+def write_opening(writer: ContractWriter) -> tuple[str, dict[str, str]]:
+    """Title and parties, and the names that were chosen for them."""
+    names = {"first": writer.roles[0], "second": writer.roles[1]}
+    names |= {f"{which}_name": writer.value("company", kind="party") for which in ("first", "second")}
+    title, opening = writer.rng.choice(TITLES), writer.rng.choice(OPENINGS)
+    return f"{title}\n{opening.format(date=writer.value('date'), **names)}\n", names
+
+
+def choose_clauses(writer: ContractWriter, words: int) -> list[Clause]:
     """Clauses in any order, about as many words as wanted."""
     rng, about = writer.rng, words / _WORDS_PER_CLAUSE
     num_in_force = round(min(about * _SHARE_IN_FORCE, len(writer.slots) * _MOST_SLOTS_IN_FORCE))
@@ -194,7 +199,7 @@ def _choose_clauses(writer: ContractWriter, words: int) -> list[Clause]:
     return clauses
 
 
-def _choose_questions(writer: ContractWriter, clauses: Sequence[Clause], count: int) -> list[Slot]:
+def choose_questions(writer: ContractWriter, clauses: Sequence[Clause], count: int) -> list[Slot]:
     """Slots to ask for, a third of them empty; half of the empty ones have a near miss in the contract."""
     rng = writer.rng
     filled = [clause.slot for clause in clauses if clause.slot and clause.in_force]
