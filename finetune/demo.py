@@ -105,9 +105,9 @@ def draw_comparison(output: Path, metrics: dict[str, dict[str, Any]], rows: list
         history = [entry for entry in read_json(output / name / "history.json") if "f1" in entry]
         curves.plot([entry["step"] for entry in history], [entry["f1"] for entry in history], "o-", color=colour)
     bars.set_xticks([number + 0.2 for number in range(len(rows))], [label for label, _ in rows])
-    bars.set(ylabel="F1, test contracts", ylim=(0, 112))
-    bars.legend(loc="upper center", fontsize="small")
-    curves.set(xlabel="step", ylabel="F1, validation contracts", ylim=(0, 100), title="while training")
+    bars.set(ylabel="F1, test contracts", ylim=(0, 105))
+    figure.legend(*bars.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    curves.set(xlabel="step", ylabel="F1, validation contracts", ylim=(0, 105))
     figure.savefig(output / "comparison.png", dpi=120)
 
 

@@ -21,6 +21,7 @@ from .pretrained import HybridLongformerPreTrainedModel
 class HybridLongformerDecoder(HybridLongformerPreTrainedModel):
     """A full-attention decoder with cross-attention and cache."""
 
+    _no_split_modules = ["HybridLongformerDecoderLayer"]
     _can_record_outputs = {
         "hidden_states": HybridLongformerDecoderLayer,
         "attentions": DecoderSelfAttention,

@@ -527,6 +527,7 @@ class HybridLongformerForConditionalGeneration(HybridLongformerPreTrainedModel, 
     """Writes text about long documents. The first token is global unless `global_attention_mask` is given."""
 
     _auto_class = "AutoModelForSeq2SeqLM"
+    _no_split_modules = ["HybridLongformerEmbeddings", "HybridLongformerLayer", "HybridLongformerDecoderLayer"]
     _tied_weights_keys = {
         "decoder.word_embeddings.weight": "hybrid_longformer.embeddings.word_embeddings.weight",
         "lm_head.weight": "hybrid_longformer.embeddings.word_embeddings.weight",

@@ -23,7 +23,7 @@ class HybridLongformerPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flex_attn = True
-    _no_split_modules = ["HybridLongformerEmbeddings", "HybridLongformerLayer", "HybridLongformerDecoderLayer"]
+    _no_split_modules = ["HybridLongformerEmbeddings", "HybridLongformerLayer"]
     _can_record_outputs = {"hidden_states": HybridLongformerLayer, "attentions": HybridSelfAttention}
 
     @torch.no_grad()

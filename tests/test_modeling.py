@@ -788,3 +788,10 @@ def test_extra_tokens_work_without_any_mask() -> None:
     padded = {"input_ids": F.pad(document.ids[None], (0, 4), value=PAD)}
     padded["attention_mask"] = (padded["input_ids"] != PAD).long()
     assert largest(run(model, padded).last_hidden_state[:, :-4] - bare) <= 1e-5
+
+
+@pytest.mark.parametrize("model_class", CLASSES, ids=name_of)
+def test_modules_that_stay_whole_are_there(model_class) -> None:
+    # FSDP refuses a model that lacks one of them.
+    found = {type(module).__name__ for module in build(model_class).modules()}
+    assert set(model_class._no_split_modules) <= found
