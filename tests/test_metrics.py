@@ -342,3 +342,14 @@ def test_every_metric_loads_offline_from_a_read_only_folder_in_several_processes
     assert sorted([*package.rglob("*"), package]) == places
     copied = {path.stem for path in (tmp_path / "home" / "modules").rglob("*.py")}
     assert set(METRICS) | {"squad_scores"} <= copied
+
+
+def test_the_lead_baseline_is_scored_on_the_first_words(tmp_path, capsys):
+    from benchmarks.lead_summaries import main
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"document": "one two three four", "summary": "one two"}\n')
+    assert main([str(path), "--words", "2"]) == 0
+    assert "rouge1 100.00" in capsys.readouterr().out
+    assert main([str(path), "--words", "4"]) == 0
+    assert "rouge1 66.67" in capsys.readouterr().out
