@@ -5,13 +5,14 @@ Letters: B batch, H heads, N tokens, D head size, E hidden size, G global tokens
 
 import sys
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attend import OtherRows
 from .backend import BACKENDS, check_implementation, dense_context, dense_probabilities, plan_edges
 from .batch import Batch, check_mask, check_shape, count_global_slots, describe_batch
 from .configuration_hybrid_longformer import HybridLongformerConfig
@@ -69,9 +70,8 @@ class HybridSelfAttention(nn.Module):
         if attn_implementation == "eager":
             context = self._mix_by_map(x, v, attention_map, plan, dropout)
         else:
-            context = BACKENDS[attn_implementation](q, k, v, plan, dropout)
-            if plan.batch.is_global is not None:
-                context = self._global_rows(x, q, k, v, context, plan, dropout)
+            make_rows = None if plan.batch.is_global is None else partial(self._global_rows, x, q, k, v, plan, dropout)
+            context = BACKENDS[attn_implementation](q, k, v, plan, make_rows, dropout)
         if self.global_context == "mean":
             context = context + global_context_mix(self._split_heads(x), q, k, plan.batch)
         return context.flatten(2), attention_map if output_attentions else None
@@ -100,26 +100,20 @@ class HybridSelfAttention(nn.Module):
         rows = dense_context(attention_map, self._split_heads(self.value_global(x)), dropout)
         return torch.where(is_global[..., None, None], rows, context)
 
-    def _global_rows(self, x, q, k, v, context, plan: LayerPlan, dropout: float) -> Tensor:
-        """Puts the rows of the global tokens, which see everything, into the (B, N, H, D) context."""
-        batch = plan.batch
-        slots = batch.global_index
-        assert slots is not None and batch.is_global_slot is not None
-        at_slots = slots[..., None, None].expand(-1, -1, self.num_heads, self.head_size)
+    def _global_rows(self, x, q, k, v, plan: LayerPlan, dropout: float) -> OtherRows:
+        """The rows of the global tokens, which see everything."""
+        slots, is_used = plan.batch.global_index, plan.batch.is_global_slot
+        assert slots is not None and is_used is not None
         bias = global_row_bias(plan, k.dtype)
         if not self.separate_global_projections:
-            rows = _attend_rows(q.gather(1, at_slots), k, v, bias, dropout)
-        else:
-            global_x = x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1]))
-            global_q = self._split_heads(self.query_global(global_x))
-            if self._can_absorb(slots.shape[1]):
-                rows = self._absorbed_rows(x, global_q, bias, dropout)
-            else:
-                global_k, global_v = (self._split_heads(project(x)) for project in (self.key_global, self.value_global))
-                rows = _attend_rows(global_q, global_k, global_v, bias, dropout)
-        # Unused slots point at ordinary tokens, whose rows stay as they are.
-        rows = torch.where(batch.is_global_slot[..., None, None], rows.to(context.dtype), context.gather(1, at_slots))
-        return context.scatter(1, at_slots, rows)
+            at_slots = slots[..., None, None].expand(-1, -1, self.num_heads, self.head_size)
+            return OtherRows(_attend_rows(q.gather(1, at_slots), k, v, bias, dropout), slots, is_used)
+        global_x = x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1]))
+        global_q = self._split_heads(self.query_global(global_x))
+        if self._can_absorb(slots.shape[1]):
+            return OtherRows(self._absorbed_rows(x, global_q, bias, dropout), slots, is_used)
+        global_k, global_v = (self._split_heads(project(x)) for project in (self.key_global, self.value_global))
+        return OtherRows(_attend_rows(global_q, global_k, global_v, bias, dropout), slots, is_used)
 
     def _can_absorb(self, num_global_slots: int) -> bool:
         """Absorbing pays while G * H < E, and is right only for plain linear layers: adapters, quantised layers and
