@@ -20,7 +20,7 @@ from .pieces import GatheredPiece, Piece, WholePiece, pack_pieces, some_heads, u
 
 # Queries worked on at a time. Measured on CPU: temporaries of this size are reused by the allocator instead of being
 # mapped anew, which takes a quarter off the backward pass, and memory no longer grows with the length.
-QUERIES_AT_A_TIME = 512
+QUERIES_AT_A_TIME = 256
 # The log-sum-exp of rows that are not the pieces' own: it makes every weight exp(-inf), so they have no gradient.
 UNSEEN = torch.inf
 
@@ -52,7 +52,7 @@ def attend(
     """
     if torch.compiler.is_compiling():
         out = _attend_in_graph(query, key, value, pieces, real, dropout)
-        return out if other_rows is None else put_rows_(out.clone(), other_rows())
+        return out if other_rows is None else put_rows(out, other_rows())
     rows = (None, None, None) if other_rows is None else other_rows()
     return _Attend.apply(query, key, value, *rows, list(pieces), real, dropout)
 
@@ -70,8 +70,9 @@ class _Attend(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             out, lse, kept = attend_forward(query, key, value, pieces, real, dropout)
         if rows is not None:
-            put_rows_(out, OtherRows(rows, places, is_used))
-            put_rows_(lse, OtherRows(lse.new_full(rows.shape[:-1], UNSEEN), places, is_used))
+            put_rows(out, OtherRows(rows, places, is_used), in_place=True)
+            unseen = lse.new_full(rows.shape[:-1], UNSEEN)
+            put_rows(lse, OtherRows(unseen, places, is_used), in_place=True)
         ctx.pieces, ctx.dropout, ctx.places, ctx.is_used = pieces, dropout, places, is_used
         ctx.save_for_backward(query, key, value, out, lse, *kept)
         return out
@@ -84,12 +85,13 @@ class _Attend(torch.autograd.Function):
         return *grads, _other_rows_gradient(grad_out, ctx.places, ctx.is_used), *[None] * 5
 
 
-def put_rows_(x: Tensor, rows: OtherRows) -> Tensor:
-    """Writes rows into (B, N, ...). Unused ones point at other tokens, which stay as they are."""
+def put_rows(x: Tensor, rows: OtherRows, *, in_place: bool = False) -> Tensor:
+    """(B, N, ...) with those rows in their places. Unused ones point at other tokens, which stay as they are."""
     trailing = [1] * (x.dim() - 2)
     places = rows.places.view(*rows.places.shape, *trailing).expand(-1, -1, *x.shape[2:])
     is_used = rows.is_used.view(*rows.is_used.shape, *trailing)
-    return x.scatter_(1, places, torch.where(is_used, rows.values.to(x.dtype), x.gather(1, places)))
+    values = torch.where(is_used, rows.values.to(x.dtype), x.gather(1, places))
+    return x.scatter_(1, places, values) if in_place else x.scatter(1, places, values)
 
 
 def _other_rows_gradient(grad_out: Tensor, index: Tensor | None, is_used: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attend import OtherRows, attend, put_rows_
+from .attend import OtherRows, attend, put_rows
 from .batch import Batch
 from .kernels import score_scale
 from .pattern import AttentionPattern, ceil_div, dense_mask
@@ -86,8 +86,8 @@ def flex_attention(
         *(x.transpose(1, 2) for x in (query, key, value)),
         block_mask=flex_block_mask(plan.pattern, batch),
     ).transpose(1, 2)
-    out = out.clone() if batch.real is None else out.masked_fill(~batch.real[..., None, None], 0.0)
-    return out if other_rows is None else put_rows_(out, other_rows())
+    out = out if batch.real is None else out.masked_fill(~batch.real[..., None, None], 0.0)
+    return out if other_rows is None else put_rows(out, other_rows())
 
 
 # The fast ones; `eager` is made of the dense functions above, since it needs its map.
