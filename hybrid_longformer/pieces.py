@@ -164,28 +164,36 @@ class WindowPiece:
             columns=slice(column, column + num_keys),
         )
 
-    def _tokens(self, x: Tensor, chunk: WindowChunk) -> Tensor:
-        """The chunk's rows of (B, N, ...) with its residue class only."""
-        rows = x[chunk.rows]
-        return rows if self.dilation == 1 else rows[:, chunk.residue :: self.dilation]
+    def _view(self, x: Tensor, chunk: WindowChunk, first: int, count: int) -> Tensor:
+        """A view of (B, N, ...) as (T, count, ...): from each tile, tokens that start with `first` in the first one."""
+        row_stride, token_stride, *strides = x.stride()
+        num_rows, num_tiles = chunk.rows.stop - chunk.rows.start, chunk.tiles.stop - chunk.tiles.start
+        step = self.dilation * token_stride
+        start = chunk.rows.start * row_stride + chunk.residue * token_stride + first * step
+        # In one step: slicing and unfolding take as long as some kernels.
+        return x.as_strided(
+            (num_rows * num_tiles, count, *x.shape[2:]),
+            (row_stride if num_rows > 1 else step * self.queries_per_tile, step, *strides),
+            x.storage_offset() + start,
+        )
 
     def queries(self, x: Tensor, chunk: WindowChunk) -> Tensor:
         """(B, N, ...) to a view of (T, Q, ...)."""
-        tokens = self._tokens(x, chunk)[:, chunk.queries]
-        return tokens.unflatten(1, (chunk.tiles.stop - chunk.tiles.start, -1)).flatten(0, 1)
+        return self._view(x, chunk, chunk.queries.start, self._num_queries(chunk))
 
     log_sum_exp = queries
 
     def keys(self, x: Tensor, chunk: WindowChunk) -> Tensor:
         """(B, N, ...) to a view of (T, K, ...), whose tiles overlap."""
-        num_keys = chunk.columns.stop - chunk.columns.start
-        windows = self._tokens(x, chunk)[:, chunk.keys].unfold(1, num_keys, self.queries_per_tile)
-        return windows.movedim(-1, 2).flatten(0, 1)
+        return self._view(x, chunk, chunk.keys.start, chunk.columns.stop - chunk.columns.start)
+
+    def _num_queries(self, chunk: WindowChunk) -> int:
+        """Of each tile; the last one of a row may be cut short."""
+        return min(chunk.queries.stop - chunk.queries.start, self.queries_per_tile)
 
     def chunk_bias(self, chunk: WindowChunk) -> Tensor:
         """(T or 1, 1, Q, K): inside the window, of the own document, and not hidden."""
-        num_queries = min(chunk.queries.stop - chunk.queries.start, self.queries_per_tile)
-        bias = self.band[:num_queries, chunk.columns][None]
+        bias = self.band[: self._num_queries(chunk), chunk.columns][None]
         if self.key_bias is not None:
             bias = torch.minimum(bias, self.keys(self.key_bias, chunk)[:, None])
         if self.document is not None:
@@ -197,8 +205,7 @@ class WindowPiece:
         """The chunk's part of a (T, H, Q, K) tensor."""
         by_row = keep.unflatten(0, (self.shape[0], self.dilation, -1))
         tiles = by_row[chunk.rows, chunk.residue, chunk.tiles].flatten(0, 1)
-        num_queries = min(chunk.queries.stop - chunk.queries.start, self.queries_per_tile)
-        return tiles[:, :, :num_queries, : chunk.columns.stop - chunk.columns.start]
+        return tiles[:, :, : self._num_queries(chunk), : chunk.columns.stop - chunk.columns.start]
 
     def write_queries(self, flat: Tensor, tiles: Tensor, chunk: WindowChunk) -> None:
         self.queries(without_spare(flat, self.shape), chunk).copy_(tiles)

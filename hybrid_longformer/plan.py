@@ -121,7 +121,7 @@ def plain_bias(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> T
         drawn = pattern.draw(block, torch.full_like(block, block.shape[0]))  # (blocks, R)
         far = as_bias((drawn[..., None] == block).any(1), dtype)
         far = far.repeat_interleave(pattern.block_size, 0)[:length].repeat_interleave(pattern.block_size, 1)
-        bias = torch.maximum(bias, far[:, :length])
+        torch.maximum(bias, far[:, :length], out=bias)
     if batch.is_global is not None:
         bias = torch.maximum(bias, as_bias(batch.is_global, dtype)[:, None, None])
     return torch.minimum(bias, _by_offset(as_bias(offset <= 0, dtype)[None])) if pattern.is_causal else bias
