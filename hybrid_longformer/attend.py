@@ -10,6 +10,7 @@ Letters: B batch, N tokens, H heads, D head size, G global tokens, T tiles, Q qu
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -53,8 +54,18 @@ def attend(
     if torch.compiler.is_compiling():
         out = _attend_in_graph(query, key, value, pieces, real, dropout)
         return out if other_rows is None else put_rows(out, other_rows())
-    rows = (None, None, None) if other_rows is None else other_rows()
-    return _Attend.apply(query, key, value, *rows, list(pieces), real, dropout)
+    rows = None if other_rows is None else other_rows()
+    if torch.is_grad_enabled():
+        return _Attend.apply(query, key, value, *(rows or (None, None, None)), list(pieces), real, dropout)
+    with _no_autocast(query):
+        out, _, _ = attend_forward(query, key, value, pieces, real, dropout)
+    return out if rows is None else put_rows(out, rows, in_place=True)
+
+
+def _no_autocast(x: Tensor):
+    """Pieces choose their dtypes themselves. Nothing to do, and no time spent on it, where autocast is off."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _attend_in_graph(query, key, value, pieces, real, dropout) -> Tensor:
@@ -67,7 +78,7 @@ def _attend_in_graph(query, key, value, pieces, real, dropout) -> Tensor:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query, key, value, rows, places, is_used, pieces, real, dropout):
-        with torch.autocast(query.device.type, enabled=False):
+        with _no_autocast(query):
             out, lse, kept = attend_forward(query, key, value, pieces, real, dropout)
         if rows is not None:
             put_rows(out, OtherRows(rows, places, is_used), in_place=True)
@@ -80,7 +91,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out):
         query, key, value, out, lse, *kept = ctx.saved_tensors
-        with torch.autocast(query.device.type, enabled=False):
+        with _no_autocast(query):
             grads = attend_backward(grad_out, query, key, value, out, lse, kept, ctx.pieces, ctx.dropout)
         return *grads, _other_rows_gradient(grad_out, ctx.places, ctx.is_used), *[None] * 5
 

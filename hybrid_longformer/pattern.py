@@ -151,18 +151,22 @@ def draw_random_blocks(
         (..., R) distinct block indices in random order, -1 where fewer than R blocks lie beyond the window.
     """
     first_near = (query_block - near_blocks).clamp(min=0)
-    first_far = torch.minimum(query_block + near_blocks + 1, num_blocks)
+    first_far = torch.minimum(query_block + (near_blocks + 1), num_blocks)
     candidates = first_near if is_causal else first_near + num_blocks - first_far
     # The r-th pick is one of the first candidates, up to the r-th of the last R; if that is taken already, the last.
-    last = candidates.unsqueeze(-1) - torch.arange(num_random_blocks, 0, -1, device=query_block.device)
+    from_end = torch.arange(num_random_blocks, 0, -1, device=query_block.device)
+    last = (candidates.unsqueeze(-1) - from_end).clamp(min=-1)
     salts = [2 * seed * num_random_blocks + r for r in range(num_random_blocks)]
-    picks = torch.where(last >= 0, _hash(query_block.unsqueeze(-1), salts) % (last + 1).clamp(min=1), -1)
+    picks = _hash(query_block.unsqueeze(-1), salts) % (last + 1).clamp(min=1)
+    picks = torch.where(last < 0, -1, picks)
+    drawn = picks[..., :1]
     for r in range(1, num_random_blocks):
-        is_taken = (picks[..., :r] == picks[..., r : r + 1]).any(-1) & (last[..., r] >= 0)
-        picks[..., r] = torch.where(is_taken, last[..., r], picks[..., r])
+        pick = picks[..., r : r + 1]
+        is_taken = (drawn == pick).any(-1, keepdim=True)
+        drawn = torch.cat([drawn, torch.where(is_taken, last[..., r : r + 1], pick)], dim=-1)
     # The candidates are the blocks before the window and, past a gap, those after it.
-    gap = (first_far - first_near).unsqueeze(-1)
-    return torch.where(picks >= first_near.unsqueeze(-1), picks + gap, picks)
+    first_near, first_far = first_near.unsqueeze(-1), first_far.unsqueeze(-1)
+    return torch.where(drawn >= first_near, drawn + (first_far - first_near), drawn)
 
 
 def _hash(values: Tensor, salts: Sequence[int]) -> Tensor:

@@ -93,38 +93,55 @@ def whole_piece(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> 
     batch_size, length = batch.shape
     is_full = length <= pattern.window // 2 + 1 and max(pattern.dilation_per_head) == 1
     if batch.real is None and batch.document is None:
-        bias = None if is_full and not pattern.is_causal else plain_bias(pattern, batch, dtype)
-        return WholePiece(shape=batch.shape, bias=bias)
-    edges = dense_mask(
-        batch.edges(pattern),
-        batch_size=batch_size,
-        num_heads=pattern.num_heads,
-        length=length,
-        device=batch.position.device,
-    )
+        if is_full and not pattern.is_causal:
+            return WholePiece(shape=batch.shape, bias=None)
+        edges = plain_edges(pattern, batch)
+    else:
+        edges = dense_mask(
+            batch.edges(pattern),
+            batch_size=batch_size,
+            num_heads=pattern.num_heads,
+            length=length,
+            device=batch.position.device,
+        )
     return WholePiece(shape=batch.shape, bias=as_bias(edges, dtype))
 
 
-def plain_bias(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> Tensor:
+def plain_edges(pattern: AttentionPattern, batch: Batch) -> Tensor:
     """(B or 1, H or 1, N, N) of rows that are one document each, without padding: no test of every pair of tokens."""
     length, device = batch.shape[1], batch.position.device
     offset = torch.arange(1 - length, length, device=device)  # of a key from its query
-    dilations = sorted(set(pattern.dilation_per_head))
-    if len(dilations) > 1:
-        dilation = torch.tensor(pattern.dilation_per_head, device=device)[:, None]
-        in_window = (offset.abs() <= dilation * (pattern.window // 2)) & (offset % dilation == 0)
-    else:
-        in_window = ((offset.abs() <= dilations[0] * (pattern.window // 2)) & (offset % dilations[0] == 0))[None]
-    bias = _by_offset(as_bias(in_window, dtype))[None]
+    edges = _by_offset(_in_window(pattern, offset))  # (N, N) or (H, N, N)
     if pattern.num_random_blocks and length >= pattern.shortest_random_document:
-        block = torch.arange(ceil_div(length, pattern.block_size), device=device)
-        drawn = pattern.draw(block, torch.full_like(block, block.shape[0]))  # (blocks, R)
-        far = as_bias((drawn[..., None] == block).any(1), dtype)
-        far = far.repeat_interleave(pattern.block_size, 0)[:length].repeat_interleave(pattern.block_size, 1)
-        torch.maximum(bias, far[:, :length], out=bias)
+        size = pattern.block_size
+        far = _far_blocks(pattern, ceil_div(length, size), device)
+        far = far[:, None, :, None].expand(-1, size, -1, size).reshape(far.shape[0] * size, -1)
+        edges |= far[:length, :length]
+    edges = edges.view(1, -1, length, length)
     if batch.is_global is not None:
-        bias = torch.maximum(bias, as_bias(batch.is_global, dtype)[:, None, None])
-    return torch.minimum(bias, _by_offset(as_bias(offset <= 0, dtype)[None])) if pattern.is_causal else bias
+        edges = edges | batch.is_global[:, None, None]
+    return edges & _by_offset(offset <= 0) if pattern.is_causal else edges
+
+
+def _far_blocks(pattern: AttentionPattern, num_blocks: int, device: torch.device) -> Tensor:
+    """(blocks, blocks) the blocks drawn for each block of a document."""
+    block = torch.arange(num_blocks, device=device)
+    if num_blocks <= pattern.near_blocks + 1 + pattern.num_random_blocks:
+        # No block has more of them beyond its window than are drawn.
+        return (block[:, None] - block).abs() > pattern.near_blocks
+    drawn = pattern.draw(block, block.new_full((1,), num_blocks))  # (blocks, R)
+    return (drawn[..., None] == block).any(1)
+
+
+def _in_window(pattern: AttentionPattern, offset: Tensor) -> Tensor:
+    """Whether keys at an offset from their query are in its window, for every head if these differ."""
+    reach, dilation = pattern.window // 2, pattern.dilation_per_head[0]
+    if max(pattern.dilation_per_head) == 1:
+        return offset.abs() <= reach
+    if len(set(pattern.dilation_per_head)) == 1:
+        return (offset.abs() <= dilation * reach) & (offset % dilation == 0)
+    dilations = torch.tensor(pattern.dilation_per_head, device=offset.device)[:, None]
+    return (offset.abs() <= dilations * reach) & (offset % dilations == 0)
 
 
 def _by_offset(values: Tensor) -> Tensor:
@@ -327,7 +344,10 @@ def random_piece(
 
 def as_bias(edges: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where there is an edge, else the lowest number: finite, so that a row without any edge makes no NaN."""
-    return torch.zeros(edges.shape, dtype=dtype, device=edges.device).masked_fill_(~edges, torch.finfo(dtype).min)
+    lowest = torch.finfo(dtype).min
+    if dtype == torch.get_default_dtype():
+        return torch.where(edges, 0.0, lowest)
+    return torch.zeros(edges.shape, dtype=dtype, device=edges.device).masked_fill_(~edges, lowest)
 
 
 def _flat(index: Tensor, batch: Batch) -> Tensor:

@@ -99,9 +99,13 @@ def _absorb(x, q, key_weight, value_weight, value_bias, bias, dropout: float) ->
     rows = torch.bmm(_to_heads(mixed, num_heads), value_weight.unflatten(0, (num_heads, head_size)).transpose(1, 2))
     rows = rows.unflatten(1, (batch_size, num_rows)).permute(1, 2, 0, 3)
     if value_bias is not None:
-        weight = kept.sum(-1).unflatten(1, (num_heads, num_rows)).transpose(1, 2)  # 1 unless some were dropped
-        rows = rows + weight[..., None] * value_bias.view(num_heads, head_size)
+        rows = rows + _total_weight(kept, q, dropout) * value_bias.view(num_heads, head_size)
     return rows, absorbed, probabilities, kept, mixed
+
+
+def _total_weight(kept: Tensor, q: Tensor, dropout: float) -> Tensor | float:
+    """(B, G, H, 1) the sum of a row's probabilities."""
+    return kept.sum(-1).view(q.shape[0], q.shape[2], q.shape[1], 1).transpose(1, 2) if dropout else 1.0
 
 
 def _to_rows(x: Tensor, batch_size: int) -> Tensor:
@@ -133,8 +137,7 @@ class _Absorb(torch.autograd.Function):
         grad_kept = torch.bmm(grad_mixed, x.transpose(1, 2))  # (B, H * G, N)
         grad_value_bias = None
         if value_bias is not None:
-            weight = kept.sum(-1).unflatten(1, (num_heads, num_rows)).transpose(1, 2)[..., None]
-            grad_value_bias = (weight * grad_rows).sum((0, 1)).flatten()
+            grad_value_bias = (grad_rows * _total_weight(kept, q, ctx.dropout)).sum((0, 1)).flatten()
             of_weight = (grad_rows * value_bias.view(heads)).sum(-1).transpose(1, 2).flatten(1)  # (B, H * G)
             grad_kept = grad_kept + of_weight[..., None]
         # With dropout, p * grad_p = kept * grad_kept: what was kept holds the factor 1 / (1 - dropout).
