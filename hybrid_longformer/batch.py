@@ -111,7 +111,7 @@ def describe_batch(
     if global_mask is not None and num_global_slots:
         is_global = global_mask.bool() if real is None else global_mask.bool() & real
         # Globals first and in order, then the row's other tokens: all slots are distinct, so they can be written back.
-        rank = is_global * length - index
+        rank = torch.where(is_global, length - index, -index)
         # An exported graph keeps its number of slots, and takes inputs of at least as many tokens.
         slots = num_global_slots if torch.compiler.is_exporting() else min(num_global_slots, length)
         global_index = rank.topk(slots, dim=1).indices
