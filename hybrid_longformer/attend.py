@@ -2,24 +2,36 @@
 
 Two pieces merge without approximation: `lse = logaddexp(l1, l2)`, `out = lerp(o1, o2, sigmoid(l2 - l1))`. Backward,
 every piece is given the merged output and log-sum-exp, which makes its gradient the exact one. Only q, k, v, out and
-the log-sum-exp (and which probabilities dropout kept) are held in between.
+the log-sum-exp (and which probabilities dropout kept) are held in between; pieces write outputs and add gradients where
+they belong, a few tiles at a time.
 
-Letters: B batch, N tokens, H heads, D head size, T tiles, Q queries per tile, K keys per tile.
+Letters: B batch, N tokens, H heads, D head size, G global tokens, T tiles, Q queries per tile, K keys per tile.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .kernels import Tiles, backward_kernel, draw_keep_mask, forward_kernel
-from .plan import Piece, pack_pieces, unpack_pieces
+from .kernels import Tiles, backward_kernel, can_fuse, draw_keep_mask, forward_kernel
+from .pieces import GatheredPiece, Piece, WholePiece, pack_pieces, some_heads, unpack_pieces, without_spare
 
 # Queries worked on at a time. Measured on CPU: temporaries of this size are reused by the allocator instead of being
 # mapped anew, which takes a quarter off the backward pass, and memory no longer grows with the length.
-QUERIES_AT_A_TIME = 512
+QUERIES_AT_A_TIME = 256
+# The log-sum-exp of rows that are not the pieces' own: it makes every weight exp(-inf), so they have no gradient.
+UNSEEN = torch.inf
+
+
+class OtherRows(NamedTuple):
+    """Rows that pieces don't compute: `values` (B, G, H, D) go to the tokens `places` (B, G) where `is_used` (B, G)."""
+
+    values: Tensor
+    places: Tensor
+    is_used: Tensor
 
 
 def attend(
@@ -29,148 +41,183 @@ def attend(
     pieces: Sequence[Piece],
     *,
     real: Tensor | None = None,
+    other_rows: Callable[[], OtherRows] | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attention of (B, N, H, D) queries over the edges of all pieces, with one softmax of q . k / sqrt(D).
 
     Args:
         real: (B, N) bool; the rows of other tokens give zeros.
+        other_rows: makes rows to put in place of what the pieces say.
         dropout: probability of dropping each attention probability after the softmax, as in RoBERTa.
     """
+    if torch.compiler.is_compiling():
+        out = _attend_in_graph(query, key, value, pieces, real, dropout)
+        return out if other_rows is None else put_rows(out, other_rows())
+    rows = None if other_rows is None else other_rows()
+    if torch.is_grad_enabled():
+        return _Attend.apply(query, key, value, *(rows or (None, None, None)), list(pieces), real, dropout)
+    with _no_autocast(query):
+        out, _, _ = attend_forward(query, key, value, pieces, real, dropout)
+    return out if rows is None else put_rows(out, rows, in_place=True)
+
+
+def _no_autocast(x: Tensor):
+    """Pieces choose their dtypes themselves. Nothing to do, and no time spent on it, where autocast is off."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _attend_in_graph(query, key, value, pieces, real, dropout) -> Tensor:
     if torch.compiler.is_exporting():
         return attend_forward(query, key, value, pieces, real, dropout)[0]
-    if torch.compiler.is_compiling():
-        tensors, layout = pack_pieces(pieces)
-        return _attend_operator(query, key, value, tensors, layout, real, dropout)[0]
-    return _Attend.apply(query, key, value, list(pieces), real, dropout)
+    tensors, layout = pack_pieces(pieces)
+    return _attend_operator(query, key, value, tensors, layout, real, dropout)[0]
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query, key, value, pieces, real, dropout):
-        with torch.autocast(query.device.type, enabled=False):
+    def forward(ctx: Any, query, key, value, rows, places, is_used, pieces, real, dropout):
+        with _no_autocast(query):
             out, lse, kept = attend_forward(query, key, value, pieces, real, dropout)
-        ctx.pieces, ctx.dropout = pieces, dropout
+        if rows is not None:
+            put_rows(out, OtherRows(rows, places, is_used), in_place=True)
+            unseen = lse.new_full(rows.shape[:-1], UNSEEN)
+            put_rows(lse, OtherRows(unseen, places, is_used), in_place=True)
+        ctx.pieces, ctx.dropout, ctx.places, ctx.is_used = pieces, dropout, places, is_used
         ctx.save_for_backward(query, key, value, out, lse, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out):
         query, key, value, out, lse, *kept = ctx.saved_tensors
-        with torch.autocast(query.device.type, enabled=False):
+        with _no_autocast(query):
             grads = attend_backward(grad_out, query, key, value, out, lse, kept, ctx.pieces, ctx.dropout)
-        return *grads, None, None, None
+        return *grads, _other_rows_gradient(grad_out, ctx.places, ctx.is_used), *[None] * 5
+
+
+def put_rows(x: Tensor, rows: OtherRows, *, in_place: bool = False) -> Tensor:
+    """(B, N, ...) with those rows in their places. Unused ones point at other tokens, which stay as they are."""
+    trailing = [1] * (x.dim() - 2)
+    places = rows.places.view(*rows.places.shape, *trailing).expand(-1, -1, *x.shape[2:])
+    is_used = rows.is_used.view(*rows.is_used.shape, *trailing)
+    values = torch.where(is_used, rows.values.to(x.dtype), x.gather(1, places))
+    return x.scatter_(1, places, values) if in_place else x.scatter(1, places, values)
+
+
+def _other_rows_gradient(grad_out: Tensor, index: Tensor | None, is_used: Tensor | None) -> Tensor | None:
+    if index is None or is_used is None:
+        return None
+    taken = grad_out.gather(1, index[..., None, None].expand(-1, -1, *grad_out.shape[2:]))
+    return taken.masked_fill_(~is_used[..., None, None], 0.0)
 
 
 def attend_forward(query, key, value, pieces, real, dropout) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The merged output and log-sum-exp of all pieces, and which probabilities were kept."""
-    merged: tuple[Tensor, Tensor] | None = None
     kept: list[Tensor] = []
-    for piece in pieces:
-        q, k, v = (_pick(x, piece.heads) for x in (query, key, value))
-        sources = piece.key_source(k), piece.key_source(v)
-        q_tiles = piece.split_queries(q)
-        keep = _new_keep_mask(piece, q_tiles) if dropout else None
-        kept += [] if keep is None else [keep]
-        outs, lses = [], []
-        for first, last in _chunks(piece):
-            tiles = _tiles(piece, q_tiles, sources, first, last)
-            if keep is not None:
-                keep[first:last] = draw_keep_mask(keep[first:last].shape, dropout, keep.device)
-            out, lse = forward_kernel(tiles, None if keep is None else keep[first:last], dropout)
-            outs.append(out)
-            lses.append(lse)
-        joined = piece.join_queries(outs, 0.0), piece.join_queries(lses, torch.finfo(lses[0].dtype).min)
-        if merged is None and piece.heads is not None:
-            merged = _nothing_seen(query, joined[1])
-        merged = joined if merged is None else _merge(merged, joined, piece.heads)
-    assert merged is not None
-    out, lse = merged
+    if _is_one_call(pieces, query, dropout):
+        out, lse = forward_kernel(Tiles(query, key, value, pieces[0].bias), None, 0.0)
+    else:
+        flat_out, flat_lse = _new_results(query, pieces)
+        for piece in pieces:
+            kept += _add_piece(piece, query, key, value, flat_out, flat_lse, dropout)
+        out, lse = (_drop_spare(flat, query.shape[:2]) for flat in (flat_out, flat_lse))
     if real is not None:
-        # Padding sees nothing: its rows are zeros, and an infinite log-sum-exp makes every weight exp(-inf) backward.
-        out = out.masked_fill(~real[..., None, None], 0.0)
-        lse = lse.masked_fill(~real[..., None], torch.inf)
-    return out.contiguous(), lse, kept
+        out.masked_fill_(~real[..., None, None], 0.0)
+        lse.masked_fill_(~real[..., None], UNSEEN)
+    return out, lse, kept
+
+
+def _is_one_call(pieces: Sequence[Piece], query: Tensor, dropout: float) -> bool:
+    """Whether one fused call does it all, with results of the right shape already."""
+    return isinstance(pieces[0], WholePiece) and not dropout and can_fuse(query)
+
+
+def _new_results(query: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
+    """Room for the output (B * N + 1, H, D) and log-sum-exp (B * N + 1, H), with a spare place at the end."""
+    places = query.shape[0] * query.shape[1] + 1
+    lse_dtype = torch.promote_types(query.dtype, torch.float32)
+    if isinstance(pieces[0], GatheredPiece):
+        # Others write every place before anything is merged.
+        lowest = torch.finfo(lse_dtype).min
+        return query.new_zeros(places, *query.shape[2:]), query.new_full(
+            (places, query.shape[2]), lowest, dtype=lse_dtype
+        )
+    return query.new_empty(places, *query.shape[2:]), query.new_empty(places, query.shape[2], dtype=lse_dtype)
+
+
+def _drop_spare(flat: Tensor, shape: tuple[int, int]) -> Tensor:
+    if torch.compiler.is_exporting():
+        return without_spare(flat, shape)
+    # Not a view: autograd refuses to change a view in place that a custom function returned.
+    return flat.resize_(*shape, *flat.shape[1:])
+
+
+def _add_piece(piece: Piece, query, key, value, flat_out, flat_lse, dropout: float) -> list[Tensor]:
+    """Writes or merges one piece's results; returns which probabilities it kept, if any were dropped."""
+    q, k, v = (some_heads(x, piece.heads) for x in (query, key, value))
+    flats = [some_heads(x, piece.heads, dim=1) for x in (flat_out, flat_lse)]
+    keep = _new_keep_mask(piece, q) if dropout else None
+    chunk: Any  # of the piece's own kind
+    for chunk in piece.chunks(QUERIES_AT_A_TIME):
+        chunk_keep = None
+        if keep is not None:
+            chunk_keep = piece.kept(keep, chunk)
+            chunk_keep.copy_(draw_keep_mask(chunk_keep.shape, dropout, keep.device))
+        results = forward_kernel(_tiles(piece, chunk, q, k, v), chunk_keep, dropout)
+        if isinstance(piece, GatheredPiece):
+            out, lse = (piece.queries(without_spare(flat, piece.shape), chunk) for flat in flats)
+            results = _merge(out, lse, *results)
+        for flat, tiles in zip(flats, results, strict=True):
+            piece.write_queries(flat, tiles, chunk)
+    return [] if keep is None else [keep]
 
 
 def attend_backward(grad_out, query, key, value, out, lse, kept, pieces, dropout) -> list[Tensor]:
     """The gradients of query, key and value: the sum of what every piece says."""
-    grads: list[Tensor] = []
+    if _is_one_call(pieces, query, dropout):
+        return list(backward_kernel(Tiles(query, key, value, pieces[0].bias), out, lse, grad_out, None, 0.0))
+    sum_dtype = torch.promote_types(query.dtype, torch.float32)
+    # Windows write every query's gradient before others add to it.
+    new = [query.new_zeros if isinstance(pieces[0], GatheredPiece) else query.new_empty, key.new_zeros, value.new_zeros]
+    grads = [allocate(query.shape, dtype=sum_dtype) for allocate in new]
     for index, piece in enumerate(pieces):
-        inputs = [_pick(x, piece.heads) for x in (query, key, value, out, lse, grad_out)]
-        parts = _piece_gradients(piece, inputs, kept[index] if dropout else None, dropout)
-        grads = _add_gradients(grads, parts, query, piece.heads)
+        inputs = [some_heads(x, piece.heads) for x in (query, key, value, out, lse, grad_out)]
+        keep = kept[index] if dropout else None
+        _add_piece_gradients(piece, inputs, [some_heads(x, piece.heads) for x in grads], keep, dropout)
     return [grad.to(query.dtype) for grad in grads]
 
 
-def _piece_gradients(piece: Piece, inputs: list[Tensor], keep: Tensor | None, dropout: float) -> list[Tensor]:
-    """What one piece says; a function of its own, so that its temporaries are gone before the next piece's come."""
+def _add_piece_gradients(piece: Piece, inputs: list[Tensor], grads: list[Tensor], keep, dropout: float) -> None:
     query, key, value, out, lse, grad_out = inputs
-    sum_dtype = torch.promote_types(query.dtype, torch.float32)
-    sources = piece.key_source(key), piece.key_source(value)
-    totals = [torch.zeros_like(source, dtype=sum_dtype) for source in sources]
-    q_tiles, o_tiles, grad_tiles = (piece.split_queries(x) for x in (query, out, grad_out))
-    lse_tiles = piece.split_log_sum_exp(lse)
-    grad_queries = []
-    for first, last in _chunks(piece):
-        tiles = _tiles(piece, q_tiles, sources, first, last)
-        results = o_tiles[first:last], lse_tiles[first:last], grad_tiles[first:last]
-        part = backward_kernel(tiles, *results, None if keep is None else keep[first:last], dropout)
-        grad_queries.append(part.query)
-        for total, grad in zip(totals, part[1:], strict=True):
-            piece.add_key_tiles(total, grad, first, last)
-    return [piece.join_queries(grad_queries, 0.0).to(sum_dtype), *map(piece.join_keys, totals)]
+    chunk: Any  # of the piece's own kind
+    for chunk in piece.chunks(QUERIES_AT_A_TIME):
+        tiles = _tiles(piece, chunk, query, key, value)
+        results = piece.queries(out, chunk), piece.log_sum_exp(lse, chunk), piece.queries(grad_out, chunk)
+        part = backward_kernel(tiles, *results, None if keep is None else piece.kept(keep, chunk), dropout)
+        if isinstance(piece, GatheredPiece):
+            piece.add_queries(grads[0], part.query, chunk)
+        else:
+            piece.queries(grads[0], chunk).copy_(part.query)
+        piece.add_keys(grads[1], part.key, chunk)
+        piece.add_keys(grads[2], part.value, chunk)
 
 
-def _new_keep_mask(piece: Piece, q_tiles: Tensor) -> Tensor:
+def _new_keep_mask(piece: Piece, query: Tensor) -> Tensor:
     """(T, H, Q, K), to be drawn chunk by chunk."""
-    shape = (piece.num_tiles, q_tiles.shape[2], piece.queries_per_tile, piece.keys_per_tile)
-    return torch.empty(shape, dtype=torch.bool, device=q_tiles.device)
+    num_tiles, num_queries, num_keys = piece.keep_shape
+    return torch.empty(num_tiles, query.shape[2], num_queries, num_keys, dtype=torch.bool, device=query.device)
 
 
-def _chunks(piece: Piece) -> Iterator[tuple[int, int]]:
-    """Ranges of tiles to work on at a time. A graph being exported takes all at once: it can't loop over lengths."""
-    if torch.compiler.is_exporting():
-        return iter([(0, piece.num_tiles)])
-    step = max(1, QUERIES_AT_A_TIME // piece.queries_per_tile)
-    return ((first, min(first + step, piece.num_tiles)) for first in range(0, piece.num_tiles, step))
+def _tiles(piece: Piece, chunk: Any, query: Tensor, key: Tensor, value: Tensor) -> Tiles:
+    return Tiles(piece.queries(query, chunk), piece.keys(key, chunk), piece.keys(value, chunk), piece.chunk_bias(chunk))
 
 
-def _tiles(piece: Piece, q_tiles: Tensor, sources: tuple[Tensor, Tensor], first: int, last: int) -> Tiles:
-    key, value = (piece.key_tiles(source, first, last) for source in sources)
-    bias = None if piece.bias is None else piece.bias[first:last]
-    return Tiles(q_tiles[first:last], key, value, bias)
-
-
-def _pick(x: Tensor, heads: list[int] | None) -> Tensor:
-    return x if heads is None else x[:, :, heads]
-
-
-def _nothing_seen(query: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The output and log-sum-exp of no edges at all, for pieces that serve some heads only to merge into."""
-    return torch.zeros_like(query), lse.new_full(query.shape[:-1], torch.finfo(lse.dtype).min)
-
-
-def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], heads: list[int] | None) -> tuple[Tensor, Tensor]:
-    """Two outputs and log-sum-exps as one softmax; `other` may hold some heads only."""
-    (out, lse), (other_out, other_lse) = one, other
-    own_lse = _pick(lse, heads)
-    weight = torch.sigmoid(other_lse - own_lse)[..., None]
-    merged = torch.lerp(_pick(out, heads).to(weight.dtype), other_out.to(weight.dtype), weight).to(out.dtype)
-    merged_lse = torch.logaddexp(own_lse, other_lse)
-    if heads is None:
-        return merged, merged_lse
-    out[:, :, heads], lse[:, :, heads] = merged, merged_lse
-    return out, lse
-
-
-def _add_gradients(grads: list[Tensor], parts: list[Tensor], query: Tensor, heads: list[int] | None) -> list[Tensor]:
-    if heads is not None:
-        grads = grads or [torch.zeros_like(query, dtype=part.dtype) for part in parts]
-        for grad, part in zip(grads, parts, strict=True):
-            grad[:, :, heads] += part
-        return grads
-    return [grad.add_(part) for grad, part in zip(grads, parts, strict=True)] if grads else parts
+def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two outputs and log-sum-exps as one softmax."""
+    weight = torch.sigmoid(other_lse - lse)[..., None]
+    merged = torch.lerp(out.to(weight.dtype), other_out.to(weight.dtype), weight).to(out.dtype)
+    return merged, torch.logaddexp(lse, other_lse)
 
 
 # One operator for torch.compile, which then neither unrolls the loop over tiles nor recompiles for every length. Its
@@ -191,14 +238,14 @@ def _attend_operator(
     """Output, log-sum-exp and, with dropout, what was kept of each piece."""
     pieces = unpack_pieces(tensors, layout)
     out, lse, kept = attend_forward(query, key, value, pieces, real, dropout)
-    return [out, lse.contiguous(), *kept]
+    return [out.contiguous(), lse.contiguous(), *kept]
 
 
 @_attend_operator.register_fake
 def _(query, key, value, tensors, layout, real, dropout):
     lse = query.new_empty(query.shape[:-1], dtype=torch.promote_types(query.dtype, torch.float32))
     pieces = unpack_pieces(tensors, layout) if dropout else []
-    kept = [_new_keep_mask(piece, _pick(query, piece.heads)) for piece in pieces]
+    kept = [_new_keep_mask(piece, some_heads(query, piece.heads)) for piece in pieces]
     return [torch.empty_like(query, memory_format=torch.contiguous_format), lse, *kept]
 
 

@@ -5,18 +5,19 @@ Letters: B batch, H heads, N tokens, D head size, E hidden size, G global tokens
 
 import sys
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .attend import OtherRows
 from .backend import BACKENDS, check_implementation, dense_context, dense_probabilities, plan_edges
 from .batch import Batch, check_mask, check_shape, count_global_slots, describe_batch
 from .configuration_hybrid_longformer import HybridLongformerConfig
-from .kernels import score_scale
 from .plan import LayerPlan, as_bias, build_plans
+from .projections import absorbed_rows, is_plain, project
 
 GlobalContext = Literal["mean"] | None
 
@@ -61,7 +62,10 @@ class HybridSelfAttention(nn.Module):
         self, x: Tensor, plan: LayerPlan, *, attn_implementation: str = "sdpa", output_attentions: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the (B, N, E) output and, if asked for, the (B, H, N, N) map of probabilities before dropout."""
-        q, k, v = (self._split_heads(project(x)) for project in (self.query, self.key, self.value))
+        layers = (self.query, self.key, self.value)
+        global_places = plan.batch.global_index if self.separate_global_projections else None
+        q, k, v, *global_x = project(x, layers, global_places)
+        q, k, v = (self._split_heads(y) for y in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         attention_map = None
         if output_attentions or attn_implementation == "eager":
@@ -69,9 +73,12 @@ class HybridSelfAttention(nn.Module):
         if attn_implementation == "eager":
             context = self._mix_by_map(x, v, attention_map, plan, dropout)
         else:
-            context = BACKENDS[attn_implementation](q, k, v, plan, dropout)
-            if plan.batch.is_global is not None:
-                context = self._global_rows(x, q, k, v, context, plan, dropout)
+            make_rows = (
+                None
+                if plan.batch.is_global is None
+                else partial(self._global_rows, x, q, k, v, *global_x, plan=plan, dropout=dropout)
+            )
+            context = BACKENDS[attn_implementation](q, k, v, plan, make_rows, dropout)
         if self.global_context == "mean":
             context = context + global_context_mix(self._split_heads(x), q, k, plan.batch)
         return context.flatten(2), attention_map if output_attentions else None
@@ -100,67 +107,27 @@ class HybridSelfAttention(nn.Module):
         rows = dense_context(attention_map, self._split_heads(self.value_global(x)), dropout)
         return torch.where(is_global[..., None, None], rows, context)
 
-    def _global_rows(self, x, q, k, v, context, plan: LayerPlan, dropout: float) -> Tensor:
-        """Puts the rows of the global tokens, which see everything, into the (B, N, H, D) context."""
-        batch = plan.batch
-        slots = batch.global_index
-        assert slots is not None and batch.is_global_slot is not None
-        at_slots = slots[..., None, None].expand(-1, -1, self.num_heads, self.head_size)
+    def _global_rows(self, x, q, k, v, global_x=None, *, plan: LayerPlan, dropout: float) -> OtherRows:
+        """The rows of the global tokens, which see everything; `global_x` are their inputs."""
+        places, is_used = plan.batch.global_index, plan.batch.is_global_slot
+        assert places is not None and is_used is not None
         bias = global_row_bias(plan, k.dtype)
-        if not self.separate_global_projections:
-            rows = _attend_rows(q.gather(1, at_slots), k, v, bias, dropout)
+        if global_x is None:
+            at_places = places[..., None, None].expand(-1, -1, self.num_heads, self.head_size)
+            return OtherRows(_attend_rows(q.gather(1, at_places), k, v, bias, dropout), places, is_used)
+        global_q = self._split_heads(self.query_global(global_x))
+        layers = (self.key_global, self.value_global)
+        if self._can_absorb(places.shape[1]):
+            rows = absorbed_rows(x, global_q, *layers, bias=bias, dropout=dropout)
         else:
-            global_x = x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1]))
-            global_q = self._split_heads(self.query_global(global_x))
-            if self._can_absorb(slots.shape[1]):
-                rows = self._absorbed_rows(x, global_q, bias, dropout)
-            else:
-                global_k, global_v = (self._split_heads(project(x)) for project in (self.key_global, self.value_global))
-                rows = _attend_rows(global_q, global_k, global_v, bias, dropout)
-        # Unused slots point at ordinary tokens, whose rows stay as they are.
-        rows = torch.where(batch.is_global_slot[..., None, None], rows.to(context.dtype), context.gather(1, at_slots))
-        return context.scatter(1, at_slots, rows)
+            global_k, global_v = (self._split_heads(layer(x)) for layer in layers)
+            rows = _attend_rows(global_q, global_k, global_v, bias, dropout)
+        return OtherRows(rows, places, is_used)
 
     def _can_absorb(self, num_global_slots: int) -> bool:
-        """Absorbing pays while G * H < E, and is right only for plain linear layers: adapters, quantised layers and
-        weights that a hook brings in have to be called."""
-        return num_global_slots * self.num_heads < self.num_heads * self.head_size and all(
-            type(layer) is nn.Linear
-            and not layer._forward_pre_hooks
-            and not layer._forward_hooks
-            and not hasattr(layer, "_hf_hook")
-            for layer in (self.key_global, self.value_global)
-        )
-
-    def _absorbed_rows(self, x: Tensor, global_q: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
-        """Global rows without projecting all N tokens: scores = (W_k^T q) . x, output = W_v (sum p x) + (sum p) b_v.
-
-        The key's bias adds the same to every score of a row, so the softmax loses it.
-        """
-        dtype = _score_dtype(x)
-        key_weight, value_weight = (
-            layer.weight.to(dtype).unflatten(0, (self.num_heads, self.head_size))
-            for layer in (self.key_global, self.value_global)
-        )  # (H, D, E)
-        x = x.to(dtype)
-        absorbed_q = torch.einsum("bghd,hde->bhge", global_q.to(dtype) * score_scale(global_q), key_weight)
-        scores = torch.matmul(absorbed_q.flatten(1, 2), x.transpose(1, 2)).unflatten(1, absorbed_q.shape[1:3])
-        if bias is not None:
-            scores = scores + bias.to(dtype)
-        probabilities = torch.softmax(scores, dim=-1, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
-        probabilities = F.dropout(probabilities, dropout, training=dropout > 0)  # (B, H, G, N)
-        mixed = torch.matmul(probabilities.flatten(1, 2), x).unflatten(1, absorbed_q.shape[1:3])  # (B, H, G, E)
-        rows = torch.einsum("bhge,hde->bghd", mixed, value_weight)
-        value_bias = self.value_global.bias
-        if value_bias is None:
-            return rows
-        weight = probabilities.sum(-1).transpose(1, 2)[..., None]  # (B, G, H, 1), 1 unless some were dropped
-        return rows + weight * value_bias.to(dtype).view(self.num_heads, self.head_size)
-
-
-def _score_dtype(x: Tensor) -> torch.dtype:
-    """Scores of half precision inputs are kept in float32 where that is no slower."""
-    return torch.promote_types(x.dtype, torch.float32) if x.device.type == "cpu" else x.dtype
+        """Absorbing pays while G * H < E, and is right for plain linear layers only."""
+        is_cheaper = num_global_slots * self.num_heads < self.num_heads * self.head_size
+        return is_cheaper and is_plain(self.key_global) and is_plain(self.value_global)
 
 
 def global_row_bias(plan: LayerPlan, dtype: torch.dtype) -> Tensor | None:

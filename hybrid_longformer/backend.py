@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attend import attend
+from .attend import OtherRows, attend, put_rows
 from .batch import Batch
 from .kernels import score_scale
 from .pattern import AttentionPattern, ceil_div, dense_mask
 from .plan import LayerPlan, lay_out_documents, random_keys
 
+OtherRowsMaker = Callable[[], OtherRows]
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 
 
@@ -58,15 +59,15 @@ def dense_context(probabilities: Tensor, value: Tensor, dropout: float) -> Tenso
     return torch.einsum("bhij,bjhd->bihd", dropped, value.to(dropped.dtype)).to(value.dtype)
 
 
-def eager_attention(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, dropout: float) -> Tensor:
-    return dense_context(dense_probabilities(query, key, plan_edges(plan)), value, dropout)
+def sdpa_attention(
+    query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, other_rows: OtherRowsMaker | None, dropout: float
+) -> Tensor:
+    return attend(query, key, value, plan.pieces, real=plan.batch.real, other_rows=other_rows, dropout=dropout)
 
 
-def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, dropout: float) -> Tensor:
-    return attend(query, key, value, plan.pieces, real=plan.batch.real, dropout=dropout)
-
-
-def flex_attention(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, dropout: float) -> Tensor:
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, other_rows: OtherRowsMaker | None, dropout: float
+) -> Tensor:
     """The global tokens' keys stand behind the others, so that every query reads them in the same few blocks."""
     if dropout:
         raise ValueError(
@@ -85,11 +86,12 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, d
         *(x.transpose(1, 2) for x in (query, key, value)),
         block_mask=flex_block_mask(plan.pattern, batch),
     ).transpose(1, 2)
-    return out if batch.real is None else out.masked_fill(~batch.real[..., None, None], 0.0)
+    out = out if batch.real is None else out.masked_fill(~batch.real[..., None, None], 0.0)
+    return out if other_rows is None else put_rows(out, other_rows())
 
 
-BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, LayerPlan, float], Tensor]] = {
-    "eager": eager_attention,
+# The fast ones; `eager` is made of the dense functions above, since it needs its map.
+BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, LayerPlan, OtherRowsMaker | None, float], Tensor]] = {
     "sdpa": sdpa_attention,
     "flex_attention": flex_attention,
 }

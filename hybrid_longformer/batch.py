@@ -101,15 +101,17 @@ def describe_batch(
         num_global_slots: G, at least the largest number of global tokens in a row (see `count_global_slots`).
     """
     real = None if padding_mask is None else padding_mask.bool()
-    index = torch.arange(length, device=device).expand(batch_size, length)
-    counted = torch.ones_like(index) if real is None else real.long()
     document = None if document_ids is None else _number_runs(document_ids)
-    position, document_length = place_in_document(counted, document)
+    index = torch.arange(length, device=device).expand(batch_size, length)
+    if real is None and document is None:
+        position, document_length = index, index.new_full((1, 1), length).expand_as(index)
+    else:
+        position, document_length = place_in_document(torch.ones_like(index) if real is None else real.long(), document)
     is_global = global_index = is_global_slot = None
     if global_mask is not None and num_global_slots:
         is_global = global_mask.bool() if real is None else global_mask.bool() & real
         # Globals first and in order, then the row's other tokens: all slots are distinct, so they can be written back.
-        rank = torch.where(is_global, 2 * length - index, length - index)
+        rank = torch.where(is_global, length - index, -index)
         # An exported graph keeps its number of slots, and takes inputs of at least as many tokens.
         slots = num_global_slots if torch.compiler.is_exporting() else min(num_global_slots, length)
         global_index = rank.topk(slots, dim=1).indices

@@ -37,19 +37,19 @@ class TileGradients(NamedTuple):
 
 def forward_kernel(tiles: Tiles, keep: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
     """(T, Q, H, D) outputs and (T, Q, H) log-sum-exps by the fastest kernel that can."""
-    if keep is None and _can_fuse(tiles):
+    if keep is None and can_fuse(tiles.query):
         return fused_forward(tiles)
     return explicit_forward(tiles, keep, dropout)
 
 
 def backward_kernel(tiles: Tiles, out, lse, grad_out, keep, dropout: float) -> TileGradients:
-    if keep is None and _can_fuse(tiles):
+    if keep is None and can_fuse(tiles.query):
         return fused_backward(tiles, out, lse, grad_out)
     return explicit_backward(tiles, out, lse, grad_out, keep, dropout)
 
 
-def _can_fuse(tiles: Tiles) -> bool:
-    return _HAS_FUSED_CPU_KERNEL and tiles.query.device.type == "cpu" and not torch.compiler.is_exporting()
+def can_fuse(query: Tensor) -> bool:
+    return _HAS_FUSED_CPU_KERNEL and query.device.type == "cpu" and not torch.compiler.is_exporting()
 
 
 def fused_forward(tiles: Tiles) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ Letters used everywhere: B batch, H heads, N tokens, D head size, E hidden size,
 R random blocks, S block size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -151,25 +151,28 @@ def draw_random_blocks(
         (..., R) distinct block indices in random order, -1 where fewer than R blocks lie beyond the window.
     """
     first_near = (query_block - near_blocks).clamp(min=0)
-    first_far = torch.minimum(query_block + near_blocks + 1, num_blocks)
+    first_far = torch.minimum(query_block + (near_blocks + 1), num_blocks)
     candidates = first_near if is_causal else first_near + num_blocks - first_far
-    drawn: list[Tensor] = []
-    for r in range(num_random_blocks):
-        last = candidates - num_random_blocks + r
-        pick = _hash(query_block, 2 * seed * num_random_blocks + r) % (last + 1).clamp(min=1)
-        if drawn:
-            is_taken = reduce(torch.logical_or, (pick == earlier for earlier in drawn))
-            pick = torch.where(is_taken, last, pick)
-        drawn.append(torch.where(last >= 0, pick, -1))
-    picks = torch.stack(drawn, dim=-1)
+    # The r-th pick is one of the first candidates, up to the r-th of the last R; if that is taken already, the last.
+    from_end = torch.arange(num_random_blocks, 0, -1, device=query_block.device)
+    last = (candidates.unsqueeze(-1) - from_end).clamp(min=-1)
+    salts = [2 * seed * num_random_blocks + r for r in range(num_random_blocks)]
+    picks = _hash(query_block.unsqueeze(-1), salts) % (last + 1).clamp(min=1)
+    picks = torch.where(last < 0, -1, picks)
+    drawn = picks[..., :1]
+    for r in range(1, num_random_blocks):
+        pick = picks[..., r : r + 1]
+        is_taken = (drawn == pick).any(-1, keepdim=True)
+        drawn = torch.cat([drawn, torch.where(is_taken, last[..., r : r + 1], pick)], dim=-1)
     # The candidates are the blocks before the window and, past a gap, those after it.
-    gap = (first_far - first_near).unsqueeze(-1)
-    return torch.where(picks >= first_near.unsqueeze(-1), picks + gap, picks)
+    first_near, first_far = first_near.unsqueeze(-1), first_far.unsqueeze(-1)
+    return torch.where(drawn >= first_near, drawn + (first_far - first_near), drawn)
 
 
-def _hash(values: Tensor, salt: int) -> Tensor:
-    """A 32-bit integer hash in int64 arithmetic that cannot overflow; divisions instead of shifts, for ONNX's sake."""
-    offset = (salt * 0x85EBCA77 + 0x165667B1) % 2**32
+def _hash(values: Tensor, salts: Sequence[int]) -> Tensor:
+    """A 32-bit integer hash of (..., 1) values for every salt, in int64 arithmetic that cannot overflow; divisions
+    instead of shifts, for ONNX's sake."""
+    offset = torch.tensor([(salt * 0x85EBCA77 + 0x165667B1) % 2**32 for salt in salts], device=values.device)
     mixed = (values * 0x9E3779B1 + offset) % 2**32
     for _ in range(2):
         mixed = ((mixed ^ (mixed // 2**16)) * 0x45D9F3B) % 2**32

@@ -1,245 +1,23 @@
 """Plans: one batch's edges laid out in tiles, so that a backend can compute them block by block in O(N).
 
-A layer's plan is a list of pieces with no edge in common. A piece cuts the queries into tiles and says which keys each
-tile reads, with a bias of 0 where there is an edge and the dtype's lowest number where there is none:
+A layer's plan is a list of pieces (pieces.py) with no edge in common: windows, random blocks and global tokens; or, for
+short inputs, one piece that reads everything. A bias is 0 where there is an edge and the dtype's lowest number where
+there is none.
 
-- `WindowPiece`: tiles of consecutive tokens read an overlapping view of the keys, no copy;
-- `GatheredPiece`: tiles read keys by index: random blocks, global tokens, or (short inputs) every key.
-
-Letters: B batch, N tokens, H heads, D head size, G global tokens, R random blocks, S block size,
+Letters: B batch, N tokens, H heads, D head size, W window, G global tokens, R random blocks, S block size,
 T tiles, Q queries per tile, K keys per tile.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .batch import Batch
 from .pattern import AttentionPattern, ceil_div, dense_mask
-
-
-@dataclass(kw_only=True)
-class WindowPiece:
-    """Each tile of Q tokens reads the K tokens around it. A dilation d runs the same window on every d-th token.
-
-    All rows lie end to end, so one strided view reaches every tile; the bias hides the neighbouring rows.
-
-    Args:
-        shape: (B, N).
-        dilation: d.
-        heads: the heads this piece serves, or None for all.
-        queries_per_tile: Q.
-        side_tiles: how many tiles of keys are read before a tile's own, and after it.
-        bias: (T, 1, Q, K).
-    """
-
-    shape: tuple[int, int]
-    dilation: int
-    heads: list[int] | None
-    queries_per_tile: int
-    side_tiles: int
-    bias: Tensor | None = None
-
-    @property
-    def keys_per_tile(self) -> int:
-        return (2 * self.side_tiles + 1) * self.queries_per_tile
-
-    @property
-    def row_length(self) -> int:
-        """Tokens of one row's residue class, padded to whole tiles."""
-        tiles = ceil_div(self.shape[1], self.dilation * self.queries_per_tile)
-        return tiles * self.queries_per_tile
-
-    @property
-    def num_tiles(self) -> int:
-        return self.shape[0] * self.dilation * self.row_length // self.queries_per_tile
-
-    def lay_out(self, x: Tensor) -> Tensor:
-        """(B, N, ...) to (B * d * row_length, ...): rows end to end, each residue class by itself."""
-        trailing = x.shape[2:]
-        missing = self.row_length * self.dilation - self.shape[1]
-        x = pad(x, (0, 0) * len(trailing) + (0, missing))
-        if self.dilation > 1:
-            x = x.unflatten(1, (self.row_length, self.dilation)).transpose(1, 2)
-        return x.reshape(-1, *trailing)
-
-    def take_back(self, x: Tensor) -> Tensor:
-        """The inverse of `lay_out`, without the padding."""
-        batch_size, length = self.shape
-        trailing = x.shape[1:]
-        if self.dilation > 1:
-            x = x.view(batch_size, self.dilation, self.row_length, *trailing).transpose(1, 2)
-        return x.reshape(batch_size, -1, *trailing)[:, :length]
-
-    def split_queries(self, x: Tensor) -> Tensor:
-        """(B, N, ...) to (T, Q, ...)."""
-        return self.lay_out(x).unflatten(0, (self.num_tiles, self.queries_per_tile))
-
-    def split_log_sum_exp(self, lse: Tensor) -> Tensor:
-        return self.split_queries(lse)
-
-    def join_queries(self, tiles: Sequence[Tensor], fill: float) -> Tensor:
-        """(T, Q, ...), as consecutive parts, to (B, N, ...). Every token has its place, so nothing needs the fill."""
-        return self.take_back(torch.cat([part.flatten(0, 1) for part in tiles]))
-
-    def key_source(self, x: Tensor) -> Tensor:
-        """What `key_tiles` reads from: the laid out keys with room for the first and last window."""
-        margin = self.side_tiles * self.queries_per_tile
-        x = self.lay_out(x)
-        return pad(x, (0, 0) * (x.dim() - 1) + (margin, margin))
-
-    def key_tiles(self, source: Tensor, first: int, last: int) -> Tensor:
-        """The keys of tiles first..last-1, (T, K, ...)."""
-        rows = source[first * self.queries_per_tile : (last - 1) * self.queries_per_tile + self.keys_per_tile]
-        return rows.unfold(0, self.keys_per_tile, self.queries_per_tile).movedim(-1, 1)
-
-    def add_key_tiles(self, total: Tensor, tiles: Tensor, first: int, last: int) -> None:
-        """The adjoint of `key_tiles`: adds (T, K, ...) to where the keys were read from."""
-        total_tiles = total.unflatten(0, (-1, self.queries_per_tile))
-        parts = tiles.unflatten(1, (-1, self.queries_per_tile))
-        for shift in range(2 * self.side_tiles + 1):
-            total_tiles[first + shift : last + shift] += parts[:, shift]
-
-    def join_keys(self, total: Tensor) -> Tensor:
-        """The adjoint of `key_source`."""
-        margin = self.side_tiles * self.queries_per_tile
-        return self.take_back(total[margin : total.shape[0] - margin])
-
-    def window_bias(self, batch: Batch, pattern: AttentionPattern, dtype: torch.dtype) -> Tensor:
-        """(T, 1, Q, K): inside the window, the row, the document and the past if causal, and not read as a global."""
-        device = batch.position.device
-        tile_start = torch.arange(self.num_tiles, device=device)[:, None] * self.queries_per_tile  # (T, 1)
-        query = torch.arange(self.queries_per_tile, device=device)[:, None]  # (Q, 1)
-        key = torch.arange(self.keys_per_tile, device=device) - self.side_tiles * self.queries_per_tile  # (K)
-        in_window = (query - key).abs() <= pattern.window // 2
-        if pattern.is_causal:
-            in_window = in_window & (key <= query)
-        own_row = (tile_start + key).div(self.row_length, rounding_mode="floor") == tile_start // self.row_length
-        readable = self.key_tiles(self.key_source(batch.ordinary_keys), 0, self.num_tiles)  # (T, K)
-        edges = in_window & (own_row & readable)[:, None]
-        if batch.document is not None:
-            keys_document = self.key_tiles(self.key_source(batch.document), 0, self.num_tiles)
-            edges = edges & (self.split_queries(batch.document)[:, :, None] == keys_document[:, None])
-        return as_bias(edges, dtype)[:, None]
-
-
-@dataclass(kw_only=True)
-class GatheredPiece:
-    """Each tile reads keys by index.
-
-    Args:
-        shape: (B, N).
-        queries_per_tile: Q.
-        bias: (T, 1 or H, Q, K), or None when every key may be read.
-        query_index: (T * Q) flat index of the token in each query slot, or None when tiles are runs of tokens that
-            cover the rows one after the other.
-        unused_slots: (T, Q) slots that hold no query of this piece.
-        slot_of_token: (B * N) flat slot of each token; T * Q for tokens that have none.
-        key_index: (T, K) flat index of the keys, or None when a tile reads its whole row (T = B, K = N).
-    """
-
-    shape: tuple[int, int]
-    queries_per_tile: int
-    bias: Tensor | None
-    query_index: Tensor | None = None
-    unused_slots: Tensor | None = None
-    slot_of_token: Tensor | None = None
-    key_index: Tensor | None = None
-    heads: list[int] | None = None
-
-    @property
-    def num_tiles(self) -> int:
-        slots = self.shape[0] * self.shape[1] if self.query_index is None else self.query_index.shape[0]
-        return slots // self.queries_per_tile
-
-    @property
-    def keys_per_tile(self) -> int:
-        return self.shape[1] if self.key_index is None else self.key_index.shape[1]
-
-    def split_queries(self, x: Tensor) -> Tensor:
-        """(B, N, ...) to (T, Q, ...)."""
-        taken = x.flatten(0, 1)
-        if self.query_index is not None:
-            taken = taken.index_select(0, self.query_index)
-        return taken.unflatten(0, (self.num_tiles, self.queries_per_tile))
-
-    def split_log_sum_exp(self, lse: Tensor) -> Tensor:
-        """As `split_queries`, with +inf in unused slots: exp(score - inf) = 0, so they weigh nothing."""
-        tiles = self.split_queries(lse)
-        return tiles if self.unused_slots is None else tiles.masked_fill(self.unused_slots[..., None], torch.inf)
-
-    def join_queries(self, tiles: Sequence[Tensor], fill: float) -> Tensor:
-        """(T, Q, ...), as consecutive parts, to (B, N, ...); tokens without a slot get `fill`."""
-        if self.slot_of_token is None:
-            return torch.cat(list(tiles)).view(*self.shape, *tiles[0].shape[2:])
-        filler = tiles[0].new_full((1, *tiles[0].shape[2:]), fill)
-        slots = torch.cat([*(part.flatten(0, 1) for part in tiles), filler])
-        return slots.index_select(0, self.slot_of_token).unflatten(0, self.shape)
-
-    def key_source(self, x: Tensor) -> Tensor:
-        return x if self.key_index is None else x.flatten(0, 1)
-
-    def key_tiles(self, source: Tensor, first: int, last: int) -> Tensor:
-        """The keys of tiles first..last-1, (T, K, ...)."""
-        if self.key_index is None:
-            return source[first:last]
-        index = self.key_index[first:last]
-        return source.index_select(0, index.flatten()).unflatten(0, index.shape)
-
-    def add_key_tiles(self, total: Tensor, tiles: Tensor, first: int, last: int) -> None:
-        """The adjoint of `key_tiles`: adds (T, K, ...) to where the keys were read from."""
-        if self.key_index is None:
-            total[first:last] += tiles
-        else:
-            total.index_add_(0, self.key_index[first:last].flatten(), tiles.flatten(0, 1).to(total.dtype))
-
-    def join_keys(self, total: Tensor) -> Tensor:
-        """The adjoint of `key_source`."""
-        return total if self.key_index is None else total.unflatten(0, self.shape)
-
-
-Piece = WindowPiece | GatheredPiece
-
-_PIECE_CLASSES: tuple[type, type] = (WindowPiece, GatheredPiece)
-
-
-def pack_pieces(pieces: Sequence[Piece]) -> tuple[list[Tensor], list[int]]:
-    """Pieces as flat lists of tensors and integers, the only things an operator of torch can be given."""
-    tensors: list[Tensor] = []
-    layout: list[int] = []
-    for piece in pieces:
-        layout.append(_PIECE_CLASSES.index(type(piece)))
-        for entry in fields(piece):
-            value = getattr(piece, entry.name)
-            if isinstance(value, Tensor):
-                tensors.append(value)
-            numbers = [] if value is None or isinstance(value, Tensor) else value
-            numbers = [numbers] if isinstance(numbers, int | torch.SymInt) else list(numbers)
-            # -1: nothing; -2: the next tensor; otherwise how many integers follow.
-            layout += [-1 if value is None else -2 if isinstance(value, Tensor) else len(numbers), *numbers]
-    return tensors, layout
-
-
-def unpack_pieces(tensors: Sequence[Tensor], layout: Sequence[int]) -> list[Piece]:
-    """The inverse of `pack_pieces`."""
-    next_tensor, next_number = iter(tensors), iter(layout)
-    pieces: list[Piece] = []
-    for kind in next_number:
-        values: dict[str, Any] = {}
-        for entry in fields(_PIECE_CLASSES[kind]):
-            count = next(next_number)
-            if count < 0:
-                values[entry.name] = None if count == -1 else next(next_tensor)
-                continue
-            numbers = [next(next_number) for _ in range(count)]
-            as_written = {"shape": tuple, "heads": list}.get(entry.name, lambda numbers: numbers[0])
-            values[entry.name] = as_written(numbers)
-        pieces.append(_PIECE_CLASSES[kind](**values))
-    return pieces
+from .pieces import GatheredPiece, Piece, WholePiece, WindowPiece
 
 
 @dataclass(kw_only=True)
@@ -282,7 +60,8 @@ class _PieceBuilder:
         draws_blocks = pattern.num_random_blocks > 0 and (is_exporting or length >= pattern.shortest_random_document)
         random_keys = pattern.num_random_blocks * pattern.block_size if draws_blocks else 0
         # Reading every key is no more work than reading the tiles' keys: still O(N), and one piece instead of three.
-        if not is_exporting and length <= _window_tile(pattern.window)[2] + random_keys + num_global:
+        window_keys = pattern.window + queries_per_tile(pattern.window)
+        if not is_exporting and length <= window_keys + random_keys + num_global:
             return self._once((pattern,), lambda: [whole_piece(pattern, self.batch, self.dtype)])
         windows = self._once(
             (pattern.window, pattern.dilation_per_head, pattern.is_causal),
@@ -309,47 +88,144 @@ class _PieceBuilder:
         return random_piece(pattern, self.batch, self.slots[key], self.dtype, with_globals=with_globals)
 
 
-def whole_piece(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> GatheredPiece:
-    """One tile per row that reads the whole row."""
+def whole_piece(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> WholePiece:
+    """Every query reads its whole row."""
     batch_size, length = batch.shape
-    device = batch.position.device
     is_full = length <= pattern.window // 2 + 1 and max(pattern.dilation_per_head) == 1
-    is_limited = batch.real is not None or batch.document is not None or pattern.is_causal
-    bias = None
-    if is_limited or not is_full:
+    if batch.real is None and batch.document is None:
+        if is_full and not pattern.is_causal:
+            return WholePiece(shape=batch.shape, bias=None)
+        edges = plain_edges(pattern, batch)
+    else:
         edges = dense_mask(
-            batch.edges(pattern), batch_size=batch_size, num_heads=pattern.num_heads, length=length, device=device
+            batch.edges(pattern),
+            batch_size=batch_size,
+            num_heads=pattern.num_heads,
+            length=length,
+            device=batch.position.device,
         )
-        bias = as_bias(edges, dtype)
-    return GatheredPiece(shape=batch.shape, queries_per_tile=length, bias=bias)
+    return WholePiece(shape=batch.shape, bias=as_bias(edges, dtype))
+
+
+def plain_edges(pattern: AttentionPattern, batch: Batch) -> Tensor:
+    """(B or 1, H or 1, N, N) of rows that are one document each, without padding: no test of every pair of tokens."""
+    length, device = batch.shape[1], batch.position.device
+    offset = torch.arange(1 - length, length, device=device)  # of a key from its query
+    edges = _by_offset(_in_window(pattern, offset))  # (N, N) or (H, N, N)
+    if pattern.num_random_blocks and length >= pattern.shortest_random_document:
+        size = pattern.block_size
+        far = _far_blocks(pattern, ceil_div(length, size), device)
+        far = far[:, None, :, None].expand(-1, size, -1, size).reshape(far.shape[0] * size, -1)
+        edges |= far[:length, :length]
+    edges = edges.view(1, -1, length, length)
+    if batch.is_global is not None:
+        edges = edges | batch.is_global[:, None, None]
+    return edges & _by_offset(offset <= 0) if pattern.is_causal else edges
+
+
+def _far_blocks(pattern: AttentionPattern, num_blocks: int, device: torch.device) -> Tensor:
+    """(blocks, blocks) the blocks drawn for each block of a document."""
+    block = torch.arange(num_blocks, device=device)
+    if num_blocks <= pattern.near_blocks + 1 + pattern.num_random_blocks:
+        # No block has more of them beyond its window than are drawn.
+        return (block[:, None] - block).abs() > pattern.near_blocks
+    drawn = pattern.draw(block, block.new_full((1,), num_blocks))  # (blocks, R)
+    return (drawn[..., None] == block).any(1)
+
+
+def _in_window(pattern: AttentionPattern, offset: Tensor) -> Tensor:
+    """Whether keys at an offset from their query are in its window, for every head if these differ."""
+    reach, dilation = pattern.window // 2, pattern.dilation_per_head[0]
+    if max(pattern.dilation_per_head) == 1:
+        return offset.abs() <= reach
+    if len(set(pattern.dilation_per_head)) == 1:
+        return (offset.abs() <= dilation * reach) & (offset % dilation == 0)
+    dilations = torch.tensor(pattern.dilation_per_head, device=offset.device)[:, None]
+    return (offset.abs() <= dilations * reach) & (offset % dilations == 0)
+
+
+def _by_offset(values: Tensor) -> Tensor:
+    """(..., N, N) whose entry i, j is that of the offset j - i in (..., 2 N - 1)."""
+    length = (values.shape[-1] + 1) // 2
+    return values.unfold(-1, length, 1).flip(-2)
 
 
 def window_pieces(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> list[Piece]:
-    """One window piece per distinct dilation, each for the heads that have it."""
-    queries_per_tile, side_tiles, _ = _window_tile(pattern.window)
-    dilations = sorted(set(pattern.dilation_per_head))
+    """One window piece per dilation and run of heads that have it. No window reads global tokens: others do."""
+    device = batch.position.device
+    size, before = queries_per_tile(pattern.window), pattern.window // 2
+    after = 0 if pattern.is_causal else before
+    query, key = torch.arange(size, device=device)[:, None], torch.arange(before + size + after, device=device)
+    is_plain = batch.real is None and batch.is_global is None
     pieces: list[Piece] = []
-    for dilation in dilations:
-        heads = [head for head, own in enumerate(pattern.dilation_per_head) if own == dilation]
+    for dilation, heads in heads_by_dilation(pattern.dilation_per_head):
         piece = WindowPiece(
             shape=batch.shape,
             dilation=dilation,
-            heads=heads if len(dilations) > 1 else None,
-            queries_per_tile=queries_per_tile,
-            side_tiles=side_tiles,
+            heads=heads,
+            queries_per_tile=size,
+            before=before,
+            after=after,
+            band=as_bias((key >= query) & (key - query <= before + after), dtype),
+            key_bias=None if is_plain else as_bias(batch.ordinary_keys, dtype),
+            document=batch.document,
         )
-        piece.bias = piece.window_bias(batch, pattern, dtype)
-        pieces.append(piece)
+        pieces.append(gathered_window(piece, dtype) if torch.compiler.is_exporting() else piece)
     return pieces
 
 
-def _window_tile(window: int) -> tuple[int, int, int]:
-    """Queries per tile, tiles of keys on each side, keys per tile. Measured: W / 4 wastes little in large tiles."""
-    queries_per_tile = 16
-    while queries_per_tile < 128 and queries_per_tile * 8 <= window:
-        queries_per_tile *= 2
-    side_tiles = ceil_div(window // 2, queries_per_tile)
-    return queries_per_tile, side_tiles, (2 * side_tiles + 1) * queries_per_tile
+def heads_by_dilation(dilation_per_head: Sequence[int]) -> list[tuple[int, list[int] | None]]:
+    """Each dilation with the [first, end, step] of heads that have it, several times if one such run isn't enough."""
+    found: list[tuple[int, list[int] | None]] = []
+    for dilation in sorted(set(dilation_per_head)):
+        heads = [head for head, own in enumerate(dilation_per_head) if own == dilation]
+        steps = {later - earlier for earlier, later in pairwise(heads)}
+        if len(heads) == len(dilation_per_head):
+            found.append((dilation, None))
+        elif len(steps) <= 1:
+            found.append((dilation, [heads[0], heads[-1] + 1, *(steps or {1})]))
+        else:
+            found += [(dilation, [head, head + 1, 1]) for head in heads]
+    return found
+
+
+def queries_per_tile(window: int) -> int:
+    """Small tiles read fewer keys that no query of theirs sees. Measured: about W / 8, and twice that for training,
+    where the gradients of keys that several tiles read have to be added up."""
+    tiles_per_window = 4 if torch.is_grad_enabled() else 8
+    size = 16
+    while size * tiles_per_window < window and size * tiles_per_window < 512:
+        size *= 2
+    return size
+
+
+def gathered_window(piece: WindowPiece, dtype: torch.dtype) -> GatheredPiece:
+    """The same edges with keys read by index, for exported graphs: they serve all lengths, so can't cut rows up."""
+    (batch_size, length), device = piece.shape, piece.band.device
+    num_tiles, size, num_keys = piece.tiles_per_class, piece.queries_per_tile, piece.band.shape[1]
+    residue = torch.arange(piece.dilation, device=device)[:, None, None]
+    start = torch.arange(num_tiles, device=device)[:, None] * size
+    query = residue + piece.dilation * (start + torch.arange(size, device=device))  # (d, tiles, Q)
+    key = residue + piece.dilation * (start - piece.before + torch.arange(num_keys, device=device))  # (d, tiles, K)
+    rows = torch.arange(batch_size, device=device)[:, None, None, None] * length
+    query_index = torch.where(query < length, query + rows, batch_size * length)
+    key_index = key.clamp(min=0, max=length - 1) + rows
+    bias = torch.minimum(piece.band, as_bias((key >= 0) & (key < length), dtype)[:, :, None])  # (d, tiles, Q, K)
+    bias = bias.expand(batch_size, -1, -1, -1, -1)
+    if piece.key_bias is not None:
+        bias = torch.minimum(bias, piece.key_bias.flatten()[key_index][..., None, :])
+    if piece.document is not None:
+        document = piece.document.flatten()
+        own = document[query_index.clamp(max=batch_size * length - 1)]
+        bias = torch.minimum(bias, as_bias(own[..., None] == document[key_index][..., None, :], dtype))
+    return GatheredPiece(
+        shape=piece.shape,
+        queries_per_tile=size,
+        bias=bias.flatten(0, 2)[:, None],
+        key_index=key_index.flatten(0, 2),
+        query_index=query_index.flatten(),
+        heads=piece.heads,
+    )
 
 
 def global_piece(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> GatheredPiece:
@@ -376,14 +252,12 @@ class RandomSlots:
     Args:
         token: (B, M) the token in each slot (any token in unused slots).
         is_used: (B, M).
-        slot_of_token: (B, N) the slot of each token; M for tokens that have none.
         block: (B, M / S) the index of each block in its document.
         num_blocks: (B, M / S) the number of blocks of that document; 0 for unused blocks.
     """
 
     token: Tensor
     is_used: Tensor
-    slot_of_token: Tensor
     block: Tensor
     num_blocks: Tensor
 
@@ -392,6 +266,15 @@ def lay_out_documents(batch: Batch, block_size: int, shortest_random_document: i
     """Gives every document its slots. Packed documents too short for random blocks get none, which bounds M."""
     batch_size, length = batch.shape
     total_blocks = ceil_div(length, block_size)
+    if batch.real is None and batch.document is None:
+        slot = torch.arange(total_blocks * block_size, device=batch.position.device).expand(batch_size, -1)
+        block = torch.arange(total_blocks, device=slot.device).expand(batch_size, -1)
+        return RandomSlots(
+            token=slot.clamp(max=length - 1),
+            is_used=slot < length,
+            block=block,
+            num_blocks=torch.full_like(block, total_blocks),
+        )
     num_blocks = batch.num_blocks(block_size)
     slot = batch.position
     has_slot = torch.ones_like(slot, dtype=torch.bool) if batch.real is None else batch.real
@@ -412,7 +295,6 @@ def lay_out_documents(batch: Batch, block_size: int, shortest_random_document: i
     return RandomSlots(
         token=token,
         is_used=is_used,
-        slot_of_token=slot_of_token,
         block=batch.position.gather(1, first_token) // block_size,
         num_blocks=torch.where(block_is_used, num_blocks.gather(1, first_token), 0),
     )
@@ -448,27 +330,26 @@ def random_piece(
     if pattern.is_causal:
         edges = edges & (key[:, :, None] <= slots.token.view(batch_size, total_blocks, size, 1))
     bias = as_bias(edges, dtype).flatten(0, 1)[:, None].expand(-1, -1, size, -1)
-    key_index = _flat(key, batch).flatten(0, 1)
+    query_index = None
+    # Often slots are the tokens as they stand: nothing to gather. (A compiled graph serves all lengths: it can't ask.)
     has_gaps = torch.compiler.is_compiling() or batch.shape[1] != total_slots
-    if batch.real is None and batch.document is None and not has_gaps:
-        # Slots are the tokens as they stand: nothing to gather. (A compiled graph does not ask: it serves all lengths.)
-        return GatheredPiece(shape=batch.shape, queries_per_tile=size, bias=bias, key_index=key_index)
-    no_slot = slots.slot_of_token == total_slots
-    offset = torch.arange(batch_size, device=key.device)[:, None] * total_slots
+    if batch.real is not None or batch.document is not None or has_gaps:
+        query_index = torch.where(slots.is_used, _flat(slots.token, batch), batch_size * batch.shape[1]).flatten()
     return GatheredPiece(
         shape=batch.shape,
         queries_per_tile=size,
         bias=bias,
-        query_index=_flat(slots.token, batch).flatten(),
-        unused_slots=~slots.is_used.view(-1, size),
-        slot_of_token=torch.where(no_slot, batch_size * total_slots, slots.slot_of_token + offset).flatten(),
-        key_index=key_index,
+        key_index=_flat(key, batch).flatten(0, 1),
+        query_index=query_index,
     )
 
 
 def as_bias(edges: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where there is an edge, else the lowest number: finite, so that a row without any edge makes no NaN."""
-    return torch.zeros(edges.shape, dtype=dtype, device=edges.device).masked_fill_(~edges, torch.finfo(dtype).min)
+    lowest = torch.finfo(dtype).min
+    if dtype == torch.get_default_dtype():
+        return torch.where(edges, 0.0, lowest)
+    return torch.zeros(edges.shape, dtype=dtype, device=edges.device).masked_fill_(~edges, lowest)
 
 
 def _flat(index: Tensor, batch: Batch) -> Tensor:

@@ -7,9 +7,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_longformer import HybridSparseAttention, kernels
+from hybrid_longformer.attend import attend
 from hybrid_longformer.backend import plan_edges
 from hybrid_longformer.batch import count_global_slots, describe_batch
-from hybrid_longformer.plan import build_plans
+from hybrid_longformer.plan import build_plans, gathered_window, window_pieces
 from tests.cases import CPU, Case, cases
 
 
@@ -64,20 +65,36 @@ def test_base_window_equals_the_oracle(length: int) -> None:
     assert largest(module(x, **arguments) - oracle(x, **arguments)) <= 1e-5
 
 
-@pytest.mark.parametrize("length", [1024, 2048, 2049])
+@pytest.mark.parametrize("length", [100, 256, 1024, 2048, 2049])
 def test_unpadded_documents_equal_the_oracle(length: int) -> None:
-    """Whole blocks without padding are read as they stand, others are gathered."""
+    """Short rows are read whole, whole blocks without padding as they stand, others are gathered."""
     module = HybridSparseAttention(hidden_size=32, num_heads=1, attention_window=64)
     oracle = HybridSparseAttention(hidden_size=32, num_heads=1, attention_window=64, attn_implementation="eager")
     oracle.load_state_dict(module.state_dict())
     x, global_mask = torch.randn(2, length, 32), torch.zeros(2, length, dtype=torch.long)
-    global_mask[1, [0, 700]] = 1
+    global_mask[1, [0, min(700, length - 1)]] = 1
     gradients = []
     for attention in (module, oracle):
         inputs = x.clone().requires_grad_()
         output = attention(inputs, global_mask)
         gradients.append((output, *torch.autograd.grad(output.square().sum(), inputs)))
     assert all(largest(ours - exact) <= 1e-5 for ours, exact in zip(*gradients, strict=True))
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_windows_read_by_index_equal_windows_read_as_views(case: Case) -> None:
+    """Exported graphs read every key by index. (Without global tokens every token has an edge: to itself.)"""
+    case.global_share = 0.0
+    pattern, batch = case.module().pattern, case.batch()
+    views = window_pieces(pattern, batch, torch.float32)
+    gathered = [gathered_window(piece, torch.float32) for piece in views]
+    q, k, v = torch.randn(3, *batch.shape, case.num_heads, case.head_size).requires_grad_()
+    results = []
+    for pieces in (views, gathered):
+        output = attend(q, k, v, pieces, real=batch.real)
+        results.append((output, *torch.autograd.grad(output.square().sum(), (q, k, v))))
+    assert all(largest(one - other) <= 1e-4 for one, other in zip(*results, strict=True))
 
 
 def plain_attention(module: HybridSparseAttention, case: Case, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,351 @@
+"""Pieces: the parts of a plan. Each cuts its queries into tiles and says which keys every tile reads.
+
+- `WholePiece` (short inputs): every query of a row reads the whole row;
+- `WindowPiece`: runs of neighbouring tokens read the tokens around them, through views: nothing is copied or padded;
+- `GatheredPiece`: tiles read keys by index: random blocks and global tokens.
+
+Pieces yield chunks of tiles to work on at a time, read tensors of (B, N, ...) for a chunk, and write or add what was
+computed back to its place.
+
+Letters: B batch, N tokens, H heads, D head size, T tiles, Q queries per tile, K keys per tile.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .pattern import ceil_div
+
+
+def some_heads(x: Tensor, heads: list[int] | None, *, dim: int = 2) -> Tensor:
+    """A view of (B, N, H, ...) with the heads [first, end, step] only, or all of them."""
+    return x if heads is None else x[(slice(None),) * dim + (slice(*heads),)]
+
+
+def without_spare(flat: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A (B, N, ...) view of (B * N + 1, ...), whose last place is for writing what nobody needs."""
+    return flat[:-1].unflatten(0, shape)
+
+
+class RowChunk(NamedTuple):
+    """The rows first..last-1 of a batch."""
+
+    first: int
+    last: int
+
+
+@dataclass(kw_only=True)
+class WholePiece:
+    """One tile per row, which reads the whole row.
+
+    Args:
+        shape: (B, N).
+        bias: (B or 1, H or 1, N, N), or None when every key may be read.
+    """
+
+    shape: tuple[int, int]
+    bias: Tensor | None
+
+    # Only windows with different dilations serve some heads alone.
+    heads = None
+
+    @property
+    def keep_shape(self) -> tuple[int, int, int]:
+        """(T, Q, K) of all tiles."""
+        return self.shape[0], self.shape[1], self.shape[1]
+
+    def chunks(self, queries_at_a_time: int) -> Iterator[RowChunk]:
+        step = max(1, queries_at_a_time // self.shape[1])
+        return (RowChunk(row, min(row + step, self.shape[0])) for row in range(0, self.shape[0], step))
+
+    def queries(self, x: Tensor, chunk: RowChunk) -> Tensor:
+        return x[chunk.first : chunk.last]
+
+    keys = log_sum_exp = queries
+
+    def chunk_bias(self, chunk: RowChunk) -> Tensor | None:
+        if self.bias is None or self.bias.shape[0] == 1:
+            return self.bias
+        return self.bias[chunk.first : chunk.last]
+
+    def kept(self, keep: Tensor, chunk: RowChunk) -> Tensor:
+        return keep[chunk.first : chunk.last]
+
+    def write_queries(self, flat: Tensor, tiles: Tensor, chunk: RowChunk) -> None:
+        without_spare(flat, self.shape)[chunk.first : chunk.last] = tiles
+
+    def add_keys(self, total: Tensor, tiles: Tensor, chunk: RowChunk) -> None:
+        total[chunk.first : chunk.last] += tiles
+
+
+class WindowChunk(NamedTuple):
+    """One tile of several rows, or neighbouring tiles of one row, which then all read as many keys.
+
+    Tokens count within their residue class: all tokens of a row when the dilation is 1.
+    """
+
+    rows: slice
+    residue: int
+    tiles: slice
+    queries: slice
+    keys: slice
+    columns: slice  # of the band
+
+
+@dataclass(kw_only=True)
+class WindowPiece:
+    """Each tile of Q tokens reads the tokens around it; at the ends of a row there are fewer.
+
+    A dilation d runs the same window on every d-th token.
+
+    Args:
+        shape: (B, N).
+        dilation: d.
+        heads: [first, end, step] of the heads this piece serves, or None for all.
+        queries_per_tile: Q.
+        before: how many tokens before it a token sees.
+        after: how many tokens after it a token sees.
+        band: (Q, before + Q + after) the bias of a tile amid a row, where nothing but the window hides a key.
+        key_bias: (B, N) the bias of keys that no window may read, or None.
+        document: (B, N) the document of each token, or None when a row is one.
+    """
+
+    shape: tuple[int, int]
+    dilation: int
+    heads: list[int] | None
+    queries_per_tile: int
+    before: int
+    after: int
+    band: Tensor
+    key_bias: Tensor | None = None
+    document: Tensor | None = None
+
+    @property
+    def tiles_per_class(self) -> int:
+        """Of a row's largest residue class."""
+        return ceil_div(self.shape[1], self.dilation * self.queries_per_tile)
+
+    @property
+    def keep_shape(self) -> tuple[int, int, int]:
+        """(T, Q, K) of all tiles, as if none were cut short by the end of its row."""
+        tiles = self.shape[0] * self.dilation * self.tiles_per_class
+        return tiles, self.queries_per_tile, self.before + self.queries_per_tile + self.after
+
+    def chunks(self, queries_at_a_time: int) -> Iterator[WindowChunk]:
+        (batch_size, length), size = self.shape, self.queries_per_tile
+        step = max(1, queries_at_a_time // size)
+        for residue in range(min(self.dilation, length)):
+            tokens = ceil_div(length - residue, self.dilation)
+            num_tiles = ceil_div(tokens, size)
+            # The tiles amid a row read as many keys each, so that one strided view reaches several of them.
+            first = min(ceil_div(self.before, size), num_tiles)
+            last = max((tokens - self.after) // size, first)
+            for tile in (*range(first), *range(last, num_tiles)):
+                for row in range(0, batch_size, step):
+                    yield self._chunk(slice(row, min(row + step, batch_size)), residue, tile, tile + 1, tokens)
+            for row in range(batch_size):
+                for tile in range(first, last, step):
+                    yield self._chunk(slice(row, row + 1), residue, tile, min(tile + step, last), tokens)
+
+    def _chunk(self, rows: slice, residue: int, first: int, last: int, tokens: int) -> WindowChunk:
+        start, end = first * self.queries_per_tile, min(last * self.queries_per_tile, tokens)
+        first_key, last_key = max(start - self.before, 0), min(end + self.after, tokens)
+        column = first_key - (start - self.before)
+        num_keys = last_key - first_key if last == first + 1 else self.band.shape[1]
+        return WindowChunk(
+            rows=rows,
+            residue=residue,
+            tiles=slice(first, last),
+            queries=slice(start, end),
+            keys=slice(first_key, last_key),
+            columns=slice(column, column + num_keys),
+        )
+
+    def _view(self, x: Tensor, chunk: WindowChunk, first: int, count: int) -> Tensor:
+        """A view of (B, N, ...) as (T, count, ...): from each tile, tokens that start with `first` in the first one."""
+        row_stride, token_stride, *strides = x.stride()
+        num_rows, num_tiles = chunk.rows.stop - chunk.rows.start, chunk.tiles.stop - chunk.tiles.start
+        step = self.dilation * token_stride
+        start = chunk.rows.start * row_stride + chunk.residue * token_stride + first * step
+        # In one step: slicing and unfolding take as long as some kernels.
+        return x.as_strided(
+            (num_rows * num_tiles, count, *x.shape[2:]),
+            (row_stride if num_rows > 1 else step * self.queries_per_tile, step, *strides),
+            x.storage_offset() + start,
+        )
+
+    def queries(self, x: Tensor, chunk: WindowChunk) -> Tensor:
+        """(B, N, ...) to a view of (T, Q, ...)."""
+        return self._view(x, chunk, chunk.queries.start, self._num_queries(chunk))
+
+    log_sum_exp = queries
+
+    def keys(self, x: Tensor, chunk: WindowChunk) -> Tensor:
+        """(B, N, ...) to a view of (T, K, ...), whose tiles overlap."""
+        return self._view(x, chunk, chunk.keys.start, chunk.columns.stop - chunk.columns.start)
+
+    def _num_queries(self, chunk: WindowChunk) -> int:
+        """Of each tile; the last one of a row may be cut short."""
+        return min(chunk.queries.stop - chunk.queries.start, self.queries_per_tile)
+
+    def chunk_bias(self, chunk: WindowChunk) -> Tensor:
+        """(T or 1, 1, Q, K): inside the window, of the own document, and not hidden."""
+        bias = self.band[: self._num_queries(chunk), chunk.columns][None]
+        if self.key_bias is not None:
+            bias = torch.minimum(bias, self.keys(self.key_bias, chunk)[:, None])
+        if self.document is not None:
+            own, other = self.queries(self.document, chunk), self.keys(self.document, chunk)
+            bias = torch.where(own[:, :, None] == other[:, None], bias, torch.finfo(bias.dtype).min)
+        return bias[:, None]
+
+    def kept(self, keep: Tensor, chunk: WindowChunk) -> Tensor:
+        """The chunk's part of a (T, H, Q, K) tensor."""
+        by_row = keep.unflatten(0, (self.shape[0], self.dilation, -1))
+        tiles = by_row[chunk.rows, chunk.residue, chunk.tiles].flatten(0, 1)
+        return tiles[:, :, : self._num_queries(chunk), : chunk.columns.stop - chunk.columns.start]
+
+    def write_queries(self, flat: Tensor, tiles: Tensor, chunk: WindowChunk) -> None:
+        self.queries(without_spare(flat, self.shape), chunk).copy_(tiles)
+
+    def add_keys(self, total: Tensor, tiles: Tensor, chunk: WindowChunk) -> None:
+        """The adjoint of `keys`: adds (T, K, ...) to where the keys were read from."""
+        for place, tile in zip(self.keys(total, chunk), tiles, strict=True):
+            place += tile
+
+
+class TileChunk(NamedTuple):
+    """The tiles first..last-1 of all."""
+
+    first: int
+    last: int
+
+
+@dataclass(kw_only=True)
+class GatheredPiece:
+    """Each tile reads keys by index.
+
+    Args:
+        shape: (B, N).
+        queries_per_tile: Q.
+        bias: (T, H or 1, Q, K).
+        key_index: (T, K) flat index of the keys.
+        query_index: (T * Q) flat index of the token in each query slot, B * N where there is none; or None when tiles
+            are runs of tokens that cover the rows one after the other.
+        heads: [first, end, step] of the heads this piece serves, or None for all.
+    """
+
+    shape: tuple[int, int]
+    queries_per_tile: int
+    bias: Tensor
+    key_index: Tensor
+    query_index: Tensor | None = None
+    heads: list[int] | None = None
+
+    @property
+    def keep_shape(self) -> tuple[int, int, int]:
+        """(T, Q, K) of all tiles."""
+        return self.key_index.shape[0], self.queries_per_tile, self.key_index.shape[1]
+
+    def chunks(self, queries_at_a_time: int) -> Iterator[TileChunk]:
+        num_tiles = self.key_index.shape[0]
+        if torch.compiler.is_exporting():
+            # A graph for all lengths can't loop over them.
+            return iter([TileChunk(0, num_tiles)])
+        step = max(1, queries_at_a_time // self.queries_per_tile)
+        return (TileChunk(first, min(first + step, num_tiles)) for first in range(0, num_tiles, step))
+
+    def _slots(self, chunk: TileChunk) -> slice:
+        return slice(chunk.first * self.queries_per_tile, chunk.last * self.queries_per_tile)
+
+    def _query_tokens(self, chunk: TileChunk) -> Tensor:
+        """(T * Q) the index of the token in each slot, and of any token in slots that hold none."""
+        assert self.query_index is not None
+        return self.query_index[self._slots(chunk)].clamp(max=self.shape[0] * self.shape[1] - 1)
+
+    def queries(self, x: Tensor, chunk: TileChunk) -> Tensor:
+        """(B, N, ...) to (T, Q, ...)."""
+        flat = x.flatten(0, 1)
+        taken = flat[self._slots(chunk)] if self.query_index is None else flat[self._query_tokens(chunk)]
+        return taken.unflatten(0, (-1, self.queries_per_tile))
+
+    def log_sum_exp(self, lse: Tensor, chunk: TileChunk) -> Tensor:
+        """As `queries`, with +inf in slots that hold no token: exp(score - inf) = 0, so they weigh nothing."""
+        tiles = self.queries(lse, chunk)
+        if self.query_index is None:
+            return tiles
+        is_empty = self.query_index[self._slots(chunk)] == self.shape[0] * self.shape[1]
+        return tiles.masked_fill(is_empty.view(*tiles.shape[:2], 1), torch.inf)
+
+    def keys(self, x: Tensor, chunk: TileChunk) -> Tensor:
+        """(B, N, ...) to (T, K, ...)."""
+        index = self.key_index[chunk.first : chunk.last]
+        return x.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
+
+    def chunk_bias(self, chunk: TileChunk) -> Tensor:
+        return self.bias[chunk.first : chunk.last]
+
+    def kept(self, keep: Tensor, chunk: TileChunk) -> Tensor:
+        return keep[chunk.first : chunk.last]
+
+    def write_queries(self, flat: Tensor, tiles: Tensor, chunk: TileChunk) -> None:
+        if self.query_index is None:
+            flat[self._slots(chunk)] = tiles.flatten(0, 1)
+        else:
+            flat.index_copy_(0, self.query_index[self._slots(chunk)], tiles.flatten(0, 1))
+
+    def add_queries(self, total: Tensor, tiles: Tensor, chunk: TileChunk) -> None:
+        """Adds (T, Q, ...) to the tokens; slots that hold none must be zero."""
+        if self.query_index is None:
+            total.flatten(0, 1)[self._slots(chunk)] += tiles.flatten(0, 1)
+        else:
+            _add_rows(total, self._query_tokens(chunk), tiles)
+
+    def add_keys(self, total: Tensor, tiles: Tensor, chunk: TileChunk) -> None:
+        _add_rows(total, self.key_index[chunk.first : chunk.last].flatten(), tiles)
+
+
+def _add_rows(total: Tensor, index: Tensor, tiles: Tensor) -> None:
+    total.flatten(0, 1).index_add_(0, index, tiles.flatten(0, 1).to(total.dtype))
+
+
+Piece = WholePiece | WindowPiece | GatheredPiece
+
+_PIECE_CLASSES: tuple[type, ...] = (WholePiece, WindowPiece, GatheredPiece)
+
+
+def pack_pieces(pieces: Sequence[Piece]) -> tuple[list[Tensor], list[int]]:
+    """Pieces as flat lists of tensors and integers, the only things an operator of torch can be given."""
+    tensors: list[Tensor] = []
+    layout: list[int] = []
+    for piece in pieces:
+        layout.append(_PIECE_CLASSES.index(type(piece)))
+        for entry in fields(piece):
+            value = getattr(piece, entry.name)
+            if isinstance(value, Tensor):
+                tensors.append(value)
+            numbers = [] if value is None or isinstance(value, Tensor) else value
+            numbers = [numbers] if isinstance(numbers, int | torch.SymInt) else list(numbers)
+            # -1: nothing; -2: the next tensor; otherwise how many integers follow.
+            layout += [-1 if value is None else -2 if isinstance(value, Tensor) else len(numbers), *numbers]
+    return tensors, layout
+
+
+def unpack_pieces(tensors: Sequence[Tensor], layout: Sequence[int]) -> list[Piece]:
+    """The inverse of `pack_pieces`."""
+    next_tensor, next_number = iter(tensors), iter(layout)
+    pieces: list[Piece] = []
+    for kind in next_number:
+        values: dict[str, Any] = {}
+        for entry in fields(_PIECE_CLASSES[kind]):
+            count = next(next_number)
+            if count < 0:
+                values[entry.name] = None if count == -1 else next(next_tensor)
+                continue
+            numbers = [next(next_number) for _ in range(count)]
+            as_written = {"shape": tuple, "heads": list}.get(entry.name, lambda numbers: numbers[0])
+            values[entry.name] = as_written(numbers)
+        pieces.append(_PIECE_CLASSES[kind](**values))
+    return pieces
