@@ -23,10 +23,10 @@ from .run import fit
 
 START = Path(__file__).parent / "demo_model"
 # Few documents and steps serve to try the commands; the figures need the full ones.
-FULL = {"train": 120, "validation": 12, "test": 40, "steps": 60, "eval_steps": 20}
+FULL = {"train": 80, "validation": 10, "test": 30, "steps": 40, "eval_steps": 10}
 QUICK = {"train": 4, "validation": 2, "test": 2, "steps": 2, "eval_steps": 1}
-SETTINGS = ["--batch-size", "8", "--learning-rate", "3e-4", "--warmup", "0.1", "--max-answer-tokens", "24"]
-SETTINGS += ["--max-question-tokens", "48", "--log-steps", "1", "--report-to", "none", "--overwrite"]
+SETTINGS = ["--batch-size", "8", "--learning-rate", "2e-4", "--warmup", "0.1", "--max-answer-tokens", "24"]
+SETTINGS += ["--eval-first", "--max-question-tokens", "48", "--log-steps", "1", "--report-to", "none", "--overwrite"]
 MODELS = {
     "hybrid": ("local + global + random attention", []),
     "local": ("the same model, local attention only", ["--global-attention", "none", "--num-random-blocks", "0"]),
