@@ -21,7 +21,7 @@ from .pieces import GatheredPiece, Piece, WholePiece, pack_pieces, some_heads, u
 
 # Queries worked on at a time. Measured on CPU: temporaries of this size are reused by the allocator instead of being
 # mapped anew, which takes a quarter off the backward pass, and memory no longer grows with the length.
-QUERIES_AT_A_TIME = 256
+QUERIES_AT_A_TIME = 512
 # The log-sum-exp of rows that are not the pieces' own: it makes every weight exp(-inf), so they have no gradient.
 UNSEEN = torch.inf
 
