@@ -16,7 +16,7 @@ from typing import Any
 
 from .arguments import parse_arguments
 from .contracts import Contract, generate_contracts, write_dataset
-from .engine import make_accelerator
+from .engine import Stopped, make_accelerator
 from .files import read_json
 from .qa import QA
 from .run import fit
@@ -38,26 +38,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/demo"))
     parser.add_argument("--quick", action="store_true", help="a few documents and steps, to see that everything runs")
     args = parser.parse_args(argv)
-    started, sizes = time.monotonic(), QUICK if args.quick else FULL
-    say(1, f"generating contracts of about 2,400 tokens into {args.output / 'contracts'}")
-    files = make_data(args.output / "contracts", sizes)
+    try:
+        show(args.output, QUICK if args.quick else FULL)
+    except (Stopped, KeyboardInterrupt):
+        print("stopped; `make demo` begins anew", file=sys.stderr)
+        return 130
+    return 0
+
+
+def show(output: Path, sizes: dict[str, int]) -> None:
+    """All steps of the demo, one after the other."""
+    started = time.monotonic()
+    say(1, f"generating contracts of about 2,400 tokens into {output / 'contracts'}")
+    files = make_data(output / "contracts", sizes)
     metrics = {}
     for number, (name, (what, more)) in enumerate(MODELS.items(), start=2):
         say(number, f"fine-tuning {what}")
-        metrics[name] = train(args.output / name, files, sizes, more)
+        metrics[name] = train(output / name, files, sizes, more)
     say(4, "comparing")
-    compare(args.output, metrics)
+    compare(output, metrics)
     say(5, "reloading the saved checkpoint in a fresh process, by AutoModel and its own code, and asking it")
-    ask(args.output)
+    ask(output)
     say(6, f"done in {(time.monotonic() - started) / 60:.1f} minutes. What next?")
     print(
-        f"  your own question   python -m finetune.answer {args.output}/hybrid/model --trust-remote-code \\\n"
-        f"                        --document {args.output}/contract.txt --question '...'\n"
+        f"  your own question   python -m finetune.answer {output}/hybrid/model --trust-remote-code \\\n"
+        f"                        --document {output}/contract.txt --question '...'\n"
         "  your own model      hybrid-longformer convert my-roberta my-hybrid --max-length 4096\n"
         "  your own documents  hybrid-longformer finetune qa --model my-hybrid --train-file train.json --output run\n"
-        f"  pictures            {args.output}/comparison.png, {args.output}/hybrid/training_curve.png"
+        f"  pictures            {output}/comparison.png, {output}/hybrid/training_curve.png"
     )
-    return 0
 
 
 def say(number: int, what: str) -> None:
