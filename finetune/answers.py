@@ -245,7 +245,11 @@ def tune_threshold(
         if_answered.append(metric("" if best is None else best.text, right))
         if_not.append(metric("", right))
     threshold, score = best_threshold(differences, if_answered, if_not)
-    return threshold, 100.0 * score
+    # Halfway to the next question: the threshold itself is the least sure answer of these questions, and on others
+    # answers that are as right may be a little less sure.
+    above = [difference for difference in differences if threshold < difference < float("inf")]
+    halfway = (threshold + min(above)) / 2 if above else threshold
+    return halfway, 100.0 * score
 
 
 def write_nbest(path: str | os.PathLike, predictions: Mapping[str, Prediction]) -> None:

@@ -202,8 +202,9 @@ def test_no_other_threshold_is_better(questions):
 def test_tuning_by_hand():
     predictions = {"a": prediction("x", -2.0), "b": prediction("y", 1.0), "c": prediction("z", 3.0)}
     references = {"a": ["x"], "b": ["y"], "c": []}
-    assert tune_threshold(predictions, references) == (1.0, 100.0)
-    assert tune_threshold(predictions, dict.fromkeys("abc", ())) == (-3.0, 100.0)
+    # Halfway between the last question to answer and the first not to.
+    assert tune_threshold(predictions, references) == (2.0, 100.0)
+    assert tune_threshold(predictions, dict.fromkeys("abc", ())) == (-2.5, 100.0)
     with pytest.raises(ValueError, match=r"1 questions.*'c'"):
         tune_threshold(predictions, {"a": ["x"], "b": ["y"]})
 
