@@ -87,7 +87,7 @@ def train(output: Path, files: dict[str, Path], sizes: dict[str, int], more: lis
     data = [word for split, path in files.items() for word in (f"--{split}-file", str(path))]
     argv = ["--model", str(START), "--output", str(output), *data, *steps, *SETTINGS, *more]
     args = parse_arguments(QA.arguments_class, argv)
-    return fit(QA, args, make_accelerator(args, output), ["python -m finetune.qa", *argv])
+    return fit(QA, args, make_accelerator(args, output), ["python", "-m", "finetune.qa", *argv])
 
 
 def compare(output: Path, metrics: dict[str, dict[str, Any]]) -> None:

@@ -27,7 +27,7 @@ from .task import Task
 def run(task_class: type[Task], argv: Sequence[str] | None = None) -> int:
     """Parses the command line, runs all phases, and returns the process's exit code."""
     args = parse_arguments(task_class.arguments_class, argv, prog=f"python -m finetune.{task_class.name}")
-    command = [f"python -m finetune.{task_class.name}", *(sys.argv[1:] if argv is None else argv)]
+    command = ["python", "-m", f"finetune.{task_class.name}", *(sys.argv[1:] if argv is None else argv)]
     return guarded_fit(task_class, args, command)
 
 
@@ -124,6 +124,7 @@ def card_facts(task: Task, metrics: dict[str, Any], command: list[str]) -> CardF
     args = task.args
     shown = metrics.get("test") or metrics.get("validation") or {}
     names = ("learning_rate", "batch_size", "gradient_accumulation", "epochs", "max_steps", "schedule", "seed")
+    length_not_used = "max_steps" if args.max_steps is None else "epochs"
     placement = task.default_global if args.global_attention == "default" else args.global_attention
     return CardFacts(
         title=Path(args.output).resolve().name,
@@ -131,8 +132,8 @@ def card_facts(task: Task, metrics: dict[str, Any], command: list[str]) -> CardF
         task=task.name,  # type: ignore[arg-type]
         dataset_name=args.dataset or Path(args.train_file or "").name,
         licence=None,
-        metrics={name: value for name, value in shown.items() if isinstance(value, int | float)},
-        settings={name: getattr(args, name) for name in names},
+        metrics={name: value for name, value in shown.items() if not name.endswith("total")},
+        settings={name: getattr(args, name) for name in names if name != length_not_used},
         command=command,
         auto_class=task.auto_class,
         max_length=task.max_length,

@@ -97,6 +97,7 @@ def test_a_run_from_end_to_end(work, tmp_path, task, engine_name):
     assert (output / "model" / "modeling_hybrid_longformer.py").exists()
     card = (output / "model" / "README.md").read_text()
     assert best in card
+    assert f"python -m finetune.{task} --model" in card
     assert "--learning-rate 1e-3" in card
     assert not list(output.rglob("*.part"))
 
