@@ -58,7 +58,7 @@ class RunArguments:
     trainer: bool = option(False, "train with transformers' Trainer instead of the Accelerate loop")
     epochs: float = option(3.0, "passes over the training data")
     max_steps: int | None = option(None, "optimiser steps, instead of epochs; needed with streaming")
-    max_minutes: float | None = option(None, "stop training after so long, with evaluation and saving as usual")
+    max_minutes: float | None = option(None, "stop training after so long in all, with evaluation and saving as usual")
     batch_size: int = option(4, "rows per process and forward pass")
     eval_batch_size: int = option(8, "rows per process when evaluating")
     gradient_accumulation: int = option(1, "forward passes per optimiser step")

@@ -73,11 +73,12 @@ class Engine:
                 self._evaluate_and_save(is_last=False)
         if self.state.step == 0 and self.args.eval_first and self.task.has("validation"):
             self._evaluate()
-        started, minutes_before = time.monotonic(), self.state.minutes
+        # Time as if the run had never been stopped.
+        began = time.monotonic() - 60 * self.state.minutes
         with caught_signals() as asked, self._progress() as progress:
             for batches in self._steps():
-                loss, stop_signal, out_of_time = self._step(batches, asked, started)
-                self.state.minutes = minutes_before + (time.monotonic() - started) / 60
+                loss, stop_signal, out_of_time = self._step(batches, asked, began)
+                self.state.minutes = (time.monotonic() - began) / 60
                 self.state.step += 1
                 self._log(loss, progress)
                 is_last = self.state.step == self.total_steps or out_of_time
@@ -90,6 +91,8 @@ class Engine:
 
     def _steps(self) -> Iterator[list[dict[str, Any]]]:
         """The batches of each step still to do."""
+        if not self._has_time():
+            return
         accumulation = self.args.gradient_accumulation
         loader = iter(
             self.task.train_loader(
@@ -101,7 +104,12 @@ class Engine:
         for _ in range(self.state.step, self.total_steps):
             yield [next(loader) for _ in range(accumulation)]
 
-    def _step(self, batches: list, asked: list[int], started: float) -> tuple[float, int, bool]:
+    def _has_time(self) -> bool:
+        """Whether a run that goes on has minutes left; a new one takes a step at least."""
+        limit = self.args.max_minutes
+        return limit is None or self.state.step == 0 or self.state.minutes < limit
+
+    def _step(self, batches: list, asked: list[int], began: float) -> tuple[float, int, bool]:
         """One optimiser step; returns the loss over all processes, a signal that was sent, and whether time is up."""
         device, processes = self.accelerator.device, self.accelerator.num_processes
         self.model.train()
@@ -117,7 +125,7 @@ class Engine:
                 # Processes' gradients are averaged, so each share is scaled up to make their sum.
                 self.accelerator.backward(share * processes)
                 loss_sum += share.detach().float()
-        timed_out = self.args.max_minutes is not None and (time.monotonic() - started) / 60 >= self.args.max_minutes
+        timed_out = self.args.max_minutes is not None and (time.monotonic() - began) / 60 >= self.args.max_minutes
         facts = torch.tensor([float(max(asked, default=0)), float(timed_out)], device=device)
         loss, stop_signal, out_of_time = self.accelerator.reduce(
             torch.cat([loss_sum[None], facts]), reduction="sum"

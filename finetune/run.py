@@ -3,6 +3,7 @@
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -97,7 +98,9 @@ def last_evaluation(task: Task, model: nn.Module, accelerator: Accelerator, fold
     metrics: dict[str, Any] = {}
     for split in ("validation", "test"):
         if task.has(split):
+            began = time.monotonic()
             metrics[split] = evaluate(task, model, accelerator, split, folder / "predictions" / split)
+            metrics[split]["seconds"] = time.monotonic() - began
     return metrics
 
 
@@ -132,7 +135,7 @@ def card_facts(task: Task, metrics: dict[str, Any], command: list[str]) -> CardF
         task=task.name,  # type: ignore[arg-type]
         dataset_name=args.dataset or Path(args.train_file or "").name,
         licence=None,
-        metrics={name: value for name, value in shown.items() if not name.endswith("total")},
+        metrics={name: value for name, value in shown.items() if not name.endswith(("total", "seconds"))},
         settings={name: getattr(args, name) for name in names if name != length_not_used},
         command=command,
         auto_class=task.auto_class,

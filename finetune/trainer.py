@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from .checkpoints import RunState
 from .engine import (
@@ -68,14 +69,29 @@ class TaskTrainer(Trainer):
         return named
 
 
-class StopInTime(TrainerCallback):
-    """Stops with a checkpoint when a signal came, and with evaluation and checkpoint when time is up."""
+class StopInTime(TrainerCallback, ExportableState):
+    """Stops with a checkpoint when a signal came, and with evaluation and checkpoint when time is up.
 
-    def __init__(self, asked: list[int], max_minutes: float | None):
-        self.asked, self.max_minutes, self.started = asked, max_minutes, time.monotonic()
+    Args:
+        asked: signals that came.
+        max_minutes: time for the whole run.
+        minutes_before: what the run had taken when it was stopped.
+    """
+
+    def __init__(self, asked: list[int], *, max_minutes: float | None, minutes_before: float):
+        self.asked, self.max_minutes = asked, max_minutes
+        self.began = time.monotonic() - 60 * minutes_before
+
+    @property
+    def minutes(self) -> float:
+        return (time.monotonic() - self.began) / 60
+
+    def state(self) -> dict[str, Any]:
+        """What Trainer is to write into its checkpoints."""
+        return {"args": {}, "attributes": {"minutes": self.minutes}}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        is_late = self.max_minutes is not None and (time.monotonic() - self.started) / 60 >= self.max_minutes
+        is_late = self.max_minutes is not None and self.minutes >= self.max_minutes
         if self.asked or is_late:
             control.should_save = control.should_training_stop = True
             control.should_evaluate = not self.asked
@@ -87,10 +103,10 @@ def train_by_trainer(task: Task, *, folder: Path, accelerator: Accelerator) -> t
     total_steps = task.total_steps(accelerator.num_processes)
     settings = training_arguments(task, folder, total_steps)
     newest = newest_checkpoint(folder / "checkpoints") if task.args.resume else None
-    done = 0 if newest is None else json.loads((newest / TRAINER_STATE).read_text())["global_step"]
+    done, minutes_before = (0, 0.0) if newest is None else progress_of(newest)
     optimizer = make_optimizer(model, task.args)
-    started = time.monotonic()
     with caught_signals() as asked:
+        clock = StopInTime(asked, max_minutes=task.args.max_minutes, minutes_before=minutes_before)
         trainer = TaskTrainer(
             task,
             folder=folder,
@@ -99,21 +115,24 @@ def train_by_trainer(task: Task, *, folder: Path, accelerator: Accelerator) -> t
             args=settings,
             eval_dataset=task.rows("validation") if task.has("validation") else None,
             optimizers=(optimizer, make_schedule(optimizer, task.args, total_steps)),
-            callbacks=callbacks(task, asked),
+            callbacks=[clock, *early_stopping(task)],
         )
         if task.args.eval_first and done == 0 and task.has("validation"):
             trainer.evaluate()
         trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
     if asked:
         raise Stopped(asked[-1])
-    return trainer.model_wrapped, run_state(trainer, minutes=(time.monotonic() - started) / 60)
+    return trainer.model_wrapped, run_state(trainer, minutes=clock.minutes)
 
 
-def callbacks(task: Task, asked: list[int]) -> list[TrainerCallback]:
-    chosen: list[TrainerCallback] = [StopInTime(asked, task.args.max_minutes)]
-    if task.args.patience is not None:
-        chosen.append(EarlyStoppingCallback(task.args.patience))
-    return chosen
+def progress_of(checkpoint: Path) -> tuple[int, float]:
+    """Steps and minutes behind a checkpoint."""
+    state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
+    return state["global_step"], state["stateful_callbacks"][StopInTime.__name__]["attributes"]["minutes"]
+
+
+def early_stopping(task: Task) -> list[TrainerCallback]:
+    return [] if task.args.patience is None else [EarlyStoppingCallback(task.args.patience)]
 
 
 def training_arguments(task: Task, folder: Path, total_steps: int) -> TrainingArguments:

@@ -15,6 +15,7 @@ import transformers
 from accelerate.state import AcceleratorState
 
 from finetune import engine
+from finetune.files import read_json
 from finetune.mlm import MaskedLM
 from finetune.qa import QA
 from finetune.run import run
@@ -278,6 +279,25 @@ def test_max_minutes_ends_training_with_a_finished_model(work, tmp_path):
     assert run(QA, argv) == 0
     assert max(losses(tmp_path / "run")) == 1
     assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
+def test_max_minutes_count_what_the_run_had_taken_before(work, tmp_path):
+    argv = [*arguments(work, "qa"), "--max-steps", "50", "--output", str(tmp_path / "run")]
+    assert run(QA, [*argv, "--max-minutes", "0"]) == 0
+    assert run(QA, [*argv, "--max-minutes", "0", "--resume"]) == 0
+    assert max(losses(tmp_path / "run")) == 1
+    assert run(QA, [*argv, "--max-minutes", "1000", "--max-steps", "3", "--resume"]) == 0
+    assert max(losses(tmp_path / "run")) == 3
+
+
+def test_trainer_keeps_the_minutes_of_a_run(work, tmp_path):
+    argv = [*arguments(work, "qa"), "--trainer", "--max-steps", "50", "--output", str(tmp_path / "run")]
+    assert run(QA, [*argv, "--max-minutes", "0"]) == 0
+    first = read_json(tmp_path / "run" / "metrics.json")
+    assert run(QA, [*argv, "--max-minutes", "0", "--resume"]) == 0
+    second = read_json(tmp_path / "run" / "metrics.json")
+    assert (first["steps"], second["steps"]) == (1, 2)
+    assert second["minutes"] > first["minutes"] > 0
 
 
 @pytest.mark.parametrize(
