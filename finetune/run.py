@@ -69,10 +69,10 @@ def fit(
         task = task_class(args)
         task.prepare()
     model, state = train(task, folder, accelerator)
-    metrics = last_evaluation(task, model, accelerator, folder)
+    metrics, seconds = last_evaluation(task, model, accelerator, folder)
     save_model(task, model, accelerator, folder, metrics, command or [])
     if accelerator.is_main_process:
-        report(task, state, metrics, folder)
+        report(task, state, metrics, seconds, folder)
         if args.push_to_hub:
             push(folder / "model", args.push_to_hub)
     accelerator.wait_for_everyone()
@@ -93,15 +93,18 @@ def train(task: Task, folder: Path, accelerator: Accelerator) -> tuple[nn.Module
     return engine.model, engine.train()
 
 
-def last_evaluation(task: Task, model: nn.Module, accelerator: Accelerator, folder: Path) -> dict[str, Any]:
-    """The best model's metrics; the validation set first, where thresholds are tuned, then the test set."""
+def last_evaluation(
+    task: Task, model: nn.Module, accelerator: Accelerator, folder: Path
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """The best model's metrics, and seconds; validation first, where thresholds are tuned, then the test set."""
     metrics: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
     for split in ("validation", "test"):
         if task.has(split):
             began = time.monotonic()
             metrics[split] = evaluate(task, model, accelerator, split, folder / "predictions" / split)
-            metrics[split]["seconds"] = time.monotonic() - began
-    return metrics
+            seconds[split] = round(time.monotonic() - began, 2)
+    return metrics, seconds
 
 
 def save_model(
@@ -135,7 +138,7 @@ def card_facts(task: Task, metrics: dict[str, Any], command: list[str]) -> CardF
         task=task.name,  # type: ignore[arg-type]
         dataset_name=args.dataset or Path(args.train_file or "").name,
         licence=None,
-        metrics={name: value for name, value in shown.items() if not name.endswith(("total", "seconds"))},
+        metrics={name: value for name, value in shown.items() if not name.endswith("total")},
         settings={name: getattr(args, name) for name in names if name != length_not_used},
         command=command,
         auto_class=task.auto_class,
@@ -146,9 +149,10 @@ def card_facts(task: Task, metrics: dict[str, Any], command: list[str]) -> CardF
     )
 
 
-def report(task: Task, state: RunState, metrics: dict[str, Any], folder: Path) -> None:
+def report(task: Task, state: RunState, metrics: dict[str, Any], seconds: dict[str, float], folder: Path) -> None:
     """Metrics and history as json, the training curve as a picture, and where everything is."""
-    write_json(folder / "metrics.json", {**metrics, "minutes": round(state.minutes, 2), "steps": state.step})
+    effort = {"steps": state.step, "minutes": round(state.minutes, 2), "evaluation_seconds": seconds}
+    write_json(folder / "metrics.json", {**metrics, **effort})
     write_json(folder / "history.json", state.history)
     draw_history(state.history, folder / "training_curve.png", title=folder.name, metric=task.best_metric)
     for split, values in metrics.items():
