@@ -1,16 +1,16 @@
 """Cards: writes the model card of a finished fine-tuning run from the template in model_cards/."""
 
 import math
-import os
 import re
 import shlex
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from .files import whole_file
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "model_cards" / "template.md"
 CARD_NAME = "README.md"
@@ -117,12 +117,8 @@ class CardFacts:
 def write_card(folder: Path, *, facts: CardFacts) -> Path:
     """Writes the card into a model's folder, in place of one that is there, and returns its path."""
     card = Path(folder) / CARD_NAME
-    beside = card.with_name(f".{CARD_NAME}.{uuid.uuid4().hex[:8]}")
-    try:
-        beside.write_text(make_card(facts), encoding="utf-8")
-        os.replace(beside, card)
-    finally:
-        beside.unlink(missing_ok=True)
+    with whole_file(card) as part:
+        part.write_text(make_card(facts), encoding="utf-8")
     return card
 
 

@@ -1,13 +1,16 @@
-"""How well the demo's model answers questions about generated contracts of each size."""
+"""How well the demo's model answers questions about generated contracts of each size, by the scripts' own measure."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .answers import AnswerCollector, Prediction, choose, tune_threshold
+from .batches import pad_rows
 from .contracts import Contract, generate_contracts
+from .metrics.long_qa.squad_scores import token_f1
+from .windows import PairLayout, question_windows, tokenise_context, tokenise_question
 
 _LONGEST_ANSWER = 24
 # Contracts per size, for choosing the threshold and for testing with it.
@@ -15,75 +18,79 @@ _CONTRACTS = {"small": (12, 40), "medium": (8, 24)}
 
 
 @dataclass(frozen=True)
-class Guess:
-    """The best answer to a question, by how much it beats "no answer", and what would have been right."""
+class Asked:
+    """What was answered to each question, and what would have been right (nothing, for some)."""
 
-    text: str
-    margin: float
-    right: str
+    predictions: dict[str, Prediction]
+    references: dict[str, list[str]]
 
-    def f1(self, threshold: float) -> float:
-        """F1 of words, 1 if rightly nothing is said. Case, articles and punctuation don't occur in these answers."""
-        said, right = (Counter(text.split()) for text in (self.text if self.margin > threshold else "", self.right))
-        if not said or not right:
-            return float(said == right)
-        return 2 * (said & right).total() / (said.total() + right.total())
+    def best_threshold(self) -> float:
+        """What "no answer" must score more than the best answer, for the best F1."""
+        return tune_threshold(self.predictions, self.references)[0]
+
+    def f1(self, threshold: float, *, answerable_only: bool = False) -> float:
+        """Mean F1 as in SQuAD v2, 0 to 1."""
+        scores = [
+            token_f1(choose(self.predictions[key].nbest, threshold=threshold).text, right)
+            for key, right in self.references.items()
+            if right or not answerable_only
+        ]
+        return sum(scores) / len(scores)
 
 
 @torch.no_grad()
-def guess_answers(
-    model: Any, tokenizer: Any, contracts: Sequence[Contract], *, with_global_tokens: bool = True
-) -> list[Guess]:
+def ask_all(model: Any, tokenizer: Any, contracts: Sequence[Contract], *, with_global_tokens: bool = True) -> Asked:
     """Answers all questions of the contracts, those of one contract together."""
     model.eval()
-    guesses = []
-    for contract in contracts:
-        questions = [question.question for question in contract.questions]
-        inputs = tokenizer(questions, [contract.text] * len(questions), padding=True, return_tensors="pt")
+    asked = Asked({}, {})
+    for number, contract in enumerate(contracts):
+        context = tokenise_context(tokenizer, contract.text)
+        keys = [f"{number}-{place}" for place in range(len(contract.questions))]
+        windows = [
+            {**_whole_window(tokenizer, question.question, context), "question_id": key}
+            for key, question in zip(keys, contract.questions, strict=True)
+        ]
+        inputs = pad_rows(
+            [{"input_ids": window["input_ids"]} for window in windows], pad_token_id=tokenizer.pad_token_id
+        )
         global_mask = None if with_global_tokens else torch.zeros_like(inputs["input_ids"])
         outputs = model(**inputs, global_attention_mask=global_mask)
-        for number, question in enumerate(contract.questions):
-            encoding = inputs.encodings[number]
-            context = [place for place, sequence in enumerate(encoding.sequence_ids) if sequence == 1]
-            start, end = outputs.start_logits[number], outputs.end_logits[number]
-            first, last, score = _best_span(start[context], end[context])
-            text = contract.text[encoding.offsets[context[first]][0] : encoding.offsets[context[last]][1]].strip()
-            guesses.append(Guess(text, score - float(start[0] + end[0]), (question.answers or [""])[0]))
-    return guesses
+        collector = AnswerCollector(n_best=1, max_answer_tokens=_LONGEST_ANSWER)
+        collector.add(windows, outputs.start_logits, outputs.end_logits)
+        for key, question in zip(keys, contract.questions, strict=True):
+            asked.predictions[key] = collector.finish(key, context=context, text=contract.text)
+            asked.references[key] = question.answers
+    return asked
 
 
-def _best_span(start: torch.Tensor, end: torch.Tensor) -> tuple[int, int, float]:
-    """First and last place of the highest sum of a start and an end that is not far behind it."""
-    padded = torch.nn.functional.pad(end, (0, _LONGEST_ANSWER - 1), value=-torch.inf)
-    best_end, reach = padded.unfold(0, _LONGEST_ANSWER, 1).max(1)
-    first = int((start + best_end).argmax())
-    return first, first + int(reach[first]), float(start[first] + best_end[first])
-
-
-def mean_f1(guesses: Sequence[Guess], threshold: float) -> float:
-    return sum(guess.f1(threshold) for guess in guesses) / len(guesses)
-
-
-def best_threshold(guesses: Sequence[Guess]) -> float:
-    """The margin that an answer needs for the best F1."""
-    return max([0.0, *(guess.margin for guess in guesses)], key=lambda threshold: mean_f1(guesses, threshold))
+def _whole_window(tokenizer: Any, question: str, context: Any) -> dict[str, Any]:
+    """Question and contract as one input."""
+    (window,) = question_windows(
+        tokenise_question(tokenizer, question),
+        context,
+        layout=PairLayout.of(tokenizer),
+        max_length=tokenizer.model_max_length,
+        stride=0,
+    )
+    return window
 
 
 def evaluate_by_length(model: Any, tokenizer: Any, *, seed: int = 1_000) -> dict[str, dict[str, float]]:
     """F1 of SQuAD v2 on test contracts of each size that fits, with the threshold tuned on validation contracts."""
     results = {}
     for size, (num_validation, num_test) in _CONTRACTS.items():
-        validation = generate_contracts(size=size, split="validation", count=num_validation, seed=seed)
-        threshold = best_threshold(guess_answers(model, tokenizer, list(validation)))
-        test = list(generate_contracts(size=size, split="test", count=num_test, seed=seed))
+        validation, test = (
+            list(generate_contracts(size=size, split=split, count=count, seed=seed))
+            for split, count in (("validation", num_validation), ("test", num_test))
+        )
+        threshold = ask_all(model, tokenizer, validation).best_threshold()
+        asked = ask_all(model, tokenizer, test)
         lengths = [len(tokenizer(contract.text)["input_ids"]) for contract in test]
-        guesses = guess_answers(model, tokenizer, test)
-        answerable = [guess for guess in guesses if guess.right]
         results[size] = {
             "shortest": min(lengths),
             "longest": max(lengths),
-            "questions": len(guesses),
-            "f1": mean_f1(guesses, threshold),
-            "f1_answerable": mean_f1(answerable, threshold),
+            "questions": len(asked.references),
+            "f1": asked.f1(threshold),
+            "f1_answerable": asked.f1(threshold, answerable_only=True),
         }
     return results

@@ -27,8 +27,9 @@ from hybrid_longformer import HybridLongformerForQuestionAnswering
 
 from .contract_excerpts import Excerpt, write_excerpt, write_whole
 from .contracts import generate_contracts
-from .demo_evaluation import best_threshold, evaluate_by_length, guess_answers, mean_f1
+from .demo_evaluation import ask_all, evaluate_by_length
 from .demo_start import new_model, train_tokenizer
+from .files import replace_folder
 
 _NO_LABEL = -1.0
 _TRUTH_FILE = "truth_outputs.safetensors"
@@ -275,8 +276,9 @@ def _report_stage(
     excerpts = [stage.excerpt(rng, "validation").as_contract() for _ in range(_REPORTED_EXCERPTS)]
     contracts = list(generate_contracts(size="medium", split="validation", count=_REPORTED_CONTRACTS, seed=_SEED))
     for name, documents in ((stage.name, excerpts), ("medium contracts", contracts)):
-        guesses = guess_answers(model, tokenizer, documents)
-        print(f"  {name}, held out: F1 {mean_f1(guesses, best_threshold(guesses)):.3f} on {len(guesses)} questions")
+        asked = ask_all(model, tokenizer, documents)
+        f1 = asked.f1(asked.best_threshold())
+        print(f"  {name}, held out: F1 {f1:.3f} on {len(asked.references)} questions")
 
 
 def _start(folder: Path, stages: Sequence[Stage]) -> tuple[PreTrainedTokenizerFast, Lesson, int]:
@@ -298,7 +300,7 @@ def _save_stage(folder: Path, lesson: Lesson, tokenizer: PreTrainedTokenizerFast
     shutil.rmtree(part, ignore_errors=True)
     lesson.model.save_pretrained(part, tokenizer=tokenizer)
     save_file(lesson.truth_outputs.state_dict(), part / _TRUTH_FILE)
-    part.rename(folder)
+    replace_folder(part, folder)
 
 
 def publish(stage_folder: Path, folder: Path) -> dict[str, dict[str, float]]:

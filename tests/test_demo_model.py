@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer
 
 from finetune.contracts import generate_contracts
-from finetune.demo_evaluation import best_threshold, guess_answers, mean_f1
+from finetune.demo_evaluation import ask_all
 from hybrid_longformer import HybridLongformerForQuestionAnswering
 
 FOLDER = Path(__file__).parents[1] / "finetune" / "demo_model"
@@ -40,7 +40,7 @@ def test_model_answers_by_reading_the_question_from_far_away(tokenizer):
     assert model.dtype == torch.float32
     contracts = list(generate_contracts(size="small", split="test", count=8, seed=9))
     hybrid, local = (
-        guess_answers(model, tokenizer, contracts, with_global_tokens=with_global) for with_global in (True, False)
+        ask_all(model, tokenizer, contracts, with_global_tokens=with_global) for with_global in (True, False)
     )
-    assert mean_f1(hybrid, best_threshold(hybrid)) > 0.85
-    assert mean_f1(local, best_threshold(local)) < 0.6
+    assert hybrid.f1(hybrid.best_threshold()) > 0.85
+    assert local.f1(local.best_threshold()) < 0.6

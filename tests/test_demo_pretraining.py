@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from finetune import demo_evaluation, demo_pretraining
+from finetune.answers import Answer, Prediction, choose
 from finetune.contract_excerpts import write_excerpt, write_whole
-from finetune.demo_evaluation import Guess, best_threshold, mean_f1
+from finetune.demo_evaluation import Asked
 from finetune.demo_pretraining import Stage, batches, collate, encode, pretrain, publish
 from finetune.demo_start import new_model, train_tokenizer
 
@@ -83,12 +84,18 @@ def test_untrained_heads_attend_to_copies_and_to_neighbours():
     assert (neighbours[:, 30:51].sum(-1) > 2 * neighbours[:, 9:30].sum(-1)).all()
 
 
+def guess(text: str, score: float) -> Prediction:
+    """An answer whose score is so much above that of no answer."""
+    return choose([Answer(text, 0, len(text), score, 0.5), Answer("", None, None, 0.0, 0.5)])
+
+
 def test_threshold_and_f1():
-    guesses = [Guess("30 days", 2.0, "30 days"), Guess("9 days", 1.0, ""), Guess("5 hours", 3.0, "5 days")]
-    assert [guess.f1(0.0) for guess in guesses] == [1.0, 0.0, 0.5]
-    assert best_threshold(guesses) == 1.0
-    assert mean_f1(guesses, 1.0) == pytest.approx(2.5 / 3)
-    assert Guess("5 hours", -1.0, "5 days").f1(0.0) == 0.0
+    predictions = {"a": guess("30 days", 2.0), "b": guess("9 days", 1.0), "c": guess("5 hours", 3.0)}
+    asked = Asked(predictions, {"a": ["30 days"], "b": [], "c": ["5 days"]})
+    assert asked.f1(0.0) == pytest.approx(1.5 / 3)
+    assert -2.0 < asked.best_threshold() < -1.0
+    assert asked.f1(asked.best_threshold()) == pytest.approx(2.5 / 3)
+    assert asked.f1(-1.5, answerable_only=True) == pytest.approx(1.5 / 2)
 
 
 def test_stages_resume_and_publish(tmp_path, monkeypatch, capsys):
