@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -202,3 +203,30 @@ def largest(difference: Tensor) -> float:
 
 def largest_difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
     return max(largest(a - b) for a, b in zip(first, second, strict=True))
+
+
+def run_model(model, inputs: dict, **options):
+    with torch.no_grad():
+        return model(**inputs, **options)
+
+
+def results(model, inputs: dict, **options) -> list[torch.Tensor]:
+    return results_per_document(run_model(model, inputs, **options), inputs)
+
+
+def gradients_of(model, inputs: dict) -> dict[str, torch.Tensor | None]:
+    model.zero_grad()
+    loss_of(model, inputs).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def rows_of_positions(inputs: dict) -> torch.Tensor:
+    """RoBERTa's positions: 2 for the first real token, 1 for padding."""
+    real = inputs["attention_mask"]
+    return torch.where(real == 1, real.cumsum(1) + 1, 1)
+
+
+every_class = pytest.mark.parametrize("model_class", CLASSES, ids=name_of)
+token_classes = pytest.mark.parametrize("model_class", TOKEN_CLASSES, ids=name_of)
+tied_classes = pytest.mark.parametrize("model_class", TIED_CLASSES, ids=name_of)
+both_backends = pytest.mark.parametrize("implementation", ["sdpa", "eager"])
