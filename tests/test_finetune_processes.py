@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,36 +30,34 @@ def work(tmp_path_factory) -> Path:
     return root
 
 
-def finished_run(work: Path, output: Path, task: str, launch: list[str], batch_size: int) -> dict:
+def start(work: Path, output: Path, task: str, launch: list[str], *more: str) -> subprocess.Popen:
     suffix = "json" if task == "qa" else "jsonl"
     own = (
         ["--max-length", "160", "--stride", "32"] if task == "qa" else ["--max-summary-tokens", "8", "--num-beams", "1"]
     )
-    files = ["--train-file", str(work / f"train.{suffix}"), "--validation-file", str(work / f"validation.{suffix}")]
-    argv = [
-        "--model",
-        str(work / task),
-        "--output",
-        str(output),
-        *files,
-        *own,
-        *COMMON,
-        "--batch-size",
-        str(batch_size),
-    ]
+    files = [f"--{name}-file={work / name}.{suffix}" for name in ("train", "validation")]
+    argv = ["--model", str(work / task), "--output", str(output), *files, *own, *COMMON, *more]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, *launch, "-m", f"finetune.{task}", *argv],
         cwd=ROOT,
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
+        # A group of its own, as in a terminal, whose Ctrl-C goes to the whole group.
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def finished_run(work: Path, output: Path, task: str, launch: list[str], batch_size: int) -> dict:
+    process = start(work, output, task, launch, "--batch-size", str(batch_size))
+    stdout, stderr = process.communicate()
+    assert process.returncode == 0, stderr[-3000:]
     metrics = json.loads((output / "metrics.json").read_text())["validation"]
     history = json.loads((output / "history.json").read_text())
     losses = {entry["step"]: entry["loss"] for entry in history if "learning_rate" in entry}
-    return {"losses": losses, "metrics": metrics, "stdout": done.stdout}
+    return {"losses": losses, "metrics": metrics, "stdout": stdout}
 
 
 @pytest.mark.parametrize("task", ["qa", "summarise"])
@@ -73,3 +72,18 @@ def test_two_processes_are_as_one(work, tmp_path, task):
     # Only the main process tells and writes.
     assert two["stdout"].count("model: ") == 1
     assert len(list((tmp_path / "two" / "checkpoints").glob("step-*"))) == 1
+
+
+def test_ctrl_c_leaves_a_checkpoint_of_both_processes(work, tmp_path):
+    process = start(work, tmp_path / "run", "qa", LAUNCH_TWO, "--max-steps", "5000", "--eval-steps", "5000")
+    with process:
+        line = ""
+        while "loss=" not in line:
+            # A progress bar ends its lines with a carriage return, which text mode takes for a line's end.
+            line = process.stderr.readline()
+            assert line, "the run ended before its first step"
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate()
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert {path.name for path in checkpoint.glob("random_states_*")} == {"random_states_0.pkl", "random_states_1.pkl"}
+    assert not (tmp_path / "run" / "model").exists()
