@@ -14,6 +14,8 @@ import transformers
 from accelerate import Accelerator
 from torch import nn
 
+from hybrid_longformer.conversion_report import find_licence
+
 from .answer import SETTINGS_FILE
 from .arguments import RunArguments, parse_arguments
 from .cards import CardFacts, write_card
@@ -137,7 +139,7 @@ def card_facts(task: Task, metrics: dict[str, Any], command: list[str]) -> CardF
         base_model=str(args.model),
         task=task.name,  # type: ignore[arg-type]
         dataset_name=args.dataset or Path(args.train_file or "").name,
-        licence=None,
+        licence=find_licence(Path(args.model)),
         metrics={name: value for name, value in shown.items() if not name.endswith("total")},
         settings={name: getattr(args, name) for name in names if name != length_not_used},
         command=command,

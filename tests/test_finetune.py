@@ -36,6 +36,8 @@ def work(tmp_path_factory) -> Path:
     save_model(root / "qa", "QuestionAnswering")
     save_model(root / "summarise", "ConditionalGeneration")
     save_model(root / "mlm", "MaskedLM")
+    for task in TASKS:
+        (root / task / "LICENSE").write_text("MIT License\n")
     for name, numbers in (("train", range(16)), ("validation", range(16, 20))):
         write_questions(root / f"{name}.json", numbers)
         write_summaries(root / f"{name}.jsonl", numbers)
@@ -100,6 +102,7 @@ def test_a_run_from_end_to_end(work, tmp_path, task, engine_name):
     assert best in card
     assert f"python -m finetune.{task} --model" in card
     assert "--learning-rate 1e-3" in card
+    assert "| licence | MIT License |" in card
     assert not list(output.rglob("*.part"))
 
 
