@@ -6,6 +6,7 @@ With --trust-remote-code the checkpoint's own code is run, as whoever downloads 
 """
 
 import argparse
+import inspect
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+from transformers.utils import cached_file
 
 from .answers import AnswerCollector, Prediction
+from .batches import global_mask
 from .files import read_json
 from .windows import PairLayout, question_windows, tokenise_context, tokenise_question
 
@@ -37,11 +40,13 @@ class Answerer:
         if not trust_remote_code:
             import hybrid_longformer  # noqa: F401 - makes transformers know the model
         self.model = AutoModelForQuestionAnswering.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, dtype=torch.float32
+            folder, trust_remote_code=trust_remote_code, dtype=torch.float32, use_safetensors=True
         ).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         self.layout = PairLayout.of(self.tokenizer)
         self.settings = {**DEFAULTS, "max_length": self.tokenizer.model_max_length, **saved_settings(folder)}
+        takes_mask = "global_attention_mask" in inspect.signature(self.model.forward).parameters
+        self.places_globals = takes_mask and "global_attention" in self.settings
 
     @torch.no_grad()
     def __call__(self, question: str, document: str) -> Prediction:
@@ -60,6 +65,10 @@ class Answerer:
             inputs = {"input_ids": torch.as_tensor(window["input_ids"])[None]}
             if "token_type_ids" in window:
                 inputs["token_type_ids"] = torch.as_tensor(window["token_type_ids"])[None]
+            if self.places_globals:
+                span = (0, window["question_span"][1])
+                mask = global_mask(len(window["input_ids"]), settings["global_attention"], question=span)
+                inputs["global_attention_mask"] = torch.tensor([mask])
             outputs = self.model(**inputs)
             collector.add([{**window, "question_id": "asked"}], outputs.start_logits, outputs.end_logits)
         return collector.finish("asked", context=context, text=document, threshold=settings["threshold"])
@@ -67,8 +76,8 @@ class Answerer:
 
 def saved_settings(folder: str) -> dict[str, Any]:
     """What the run that made the checkpoint has found best; nothing for checkpoints from elsewhere."""
-    path = Path(folder) / SETTINGS_FILE
-    return read_json(path) if path.is_file() else {}
+    path = cached_file(folder, SETTINGS_FILE, _raise_exceptions_for_missing_entries=False)
+    return {} if path is None else read_json(Path(path))
 
 
 def show(prediction: Prediction, document: str, *, colour: bool) -> str:

@@ -38,7 +38,7 @@ class RunArguments:
     validation_file: str | None = option(None, "the same, for choosing the best model")
     test_file: str | None = option(None, "the same, for the last evaluation; without one the validation set serves")
     train_split: str = option("train", "split of the data set to train on")
-    validation_split: str | None = option("validation", "split of the data set to choose the best model by")
+    validation_split: str | None = option("validation", "split of the data set to choose the best model by; or none")
     test_split: str | None = option(None, "split of the data set for the last evaluation")
     max_train_samples: int | None = option(None, "use the first so many examples only")
     max_eval_samples: int | None = option(None, "evaluate on so many examples only, spread evenly over the set")
@@ -67,7 +67,9 @@ class RunArguments:
     schedule: str = option("linear", "shape of the learning rate", choices=list(SCHEDULES))
     warmup: float = option(0.06, "steps of warm-up; below 1, their share of all steps")
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm; 0 for no clipping")
-    mixed_precision: str = option("no", "no, bf16 or fp16", choices=["no", "bf16", "fp16"])
+    mixed_precision: str | None = option(
+        None, "no, bf16 or fp16; if not given, what accelerate's own config says", choices=["no", "bf16", "fp16"]
+    )
     seed: int = option(0, "of data order, dropout and new weights")
     # Evaluation, checkpoints, reports
     eval_steps: int | None = option(None, "steps between evaluations; ten in a run if not given")
@@ -82,6 +84,8 @@ class RunArguments:
     push_to_hub: str | None = option(None, "repository to upload the finished model to")
 
     def __post_init__(self) -> None:
+        if self.validation_split == "none":
+            self.validation_split = None
         for name in ("batch_size", "eval_batch_size", "gradient_accumulation", "log_steps", "keep_checkpoints"):
             self._at_least(name, 1)
         for name in ("max_steps", "eval_steps", "save_steps", "max_train_samples", "max_eval_samples", "patience"):
@@ -149,6 +153,8 @@ def yaml_arguments(path: Path, arguments_class: type[RunArguments]) -> list[str]
             close = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {close[0]}?" if close else "see --help for the names there are"
             raise ValueError(f"{path}: {name} is not an argument of this script: {hint}")
+        if value is None and name == "validation_split":
+            value = "none"
         if value is not None:
             argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return argv

@@ -148,11 +148,8 @@ def pad_rows(rows: Sequence[dict[str, Any]], *, pad_token_id: int) -> dict[str, 
     return batch
 
 
-def global_mask(
-    length: int, placement: str, *, question: tuple[int, int] | None = None, default: str = "none"
-) -> list[int]:
-    """0/1 per token for a placement as in `RunArguments.global_attention`."""
-    placement = default if placement == "default" else placement
+def global_mask(length: int, placement: str, *, question: tuple[int, int] | None = None) -> list[int]:
+    """0/1 per token for a placement as in `Task.global_placement`."""
     mask = np.zeros(length, dtype=np.int64)
     if placement == "none":
         return mask.tolist()

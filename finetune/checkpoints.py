@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from .files import read_json, replace_folder, write_json
 
 STATE_FILE = "run_state.json"
-# Weights and two moments of AdamW in float32, and some room.
-BYTES_PER_PARAMETER = 13
+# All weights in float32; of those that are trained two moments of AdamW, and some room.
+BYTES_PER_PARAMETER, BYTES_PER_TRAINED_PARAMETER = 4, 9
 
 
 @dataclass(kw_only=True)
@@ -20,6 +20,7 @@ class RunState:
     """Where a run stands, beside what Accelerate keeps of model, optimiser, schedule and random numbers."""
 
     step: int = 0
+    rows_per_step: int | None = None
     best_value: float | None = None
     best_step: int | None = None
     evaluations_without_gain: int = 0
@@ -134,10 +135,11 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def check_room(folder: Path, *, trained_parameters: int, keep: int) -> None:
+def check_room(folder: Path, *, parameters: int, trained_parameters: int, keep: int) -> None:
     """Refuses a run whose checkpoints can't fit on the disk, before any time is spent on it."""
     # One more than are kept while the newest is written, and the best one.
-    needed = trained_parameters * BYTES_PER_PARAMETER * (keep + 2)
+    each = parameters * BYTES_PER_PARAMETER + trained_parameters * BYTES_PER_TRAINED_PARAMETER
+    needed = each * (keep + 2)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ValueError(

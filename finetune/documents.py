@@ -5,6 +5,7 @@ Files: json (a list, lines, or nested SQuAD), jsonl, csv, parquet; .gz too. Hub 
 
 import gzip
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,30 @@ from datasets import Dataset, IterableDataset, load_dataset
 from .arguments import RunArguments
 
 Split = Literal["train", "validation", "test"]
+NOT_FOUND = -1
+# How Python writes lists and dicts, which csv files hold when they were written without care.
+PYTHON_NOTATION = re.compile(r"\s*(\{\s*'|\[\s*['{])")
 BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One question about one context; no answers means that the context has none."""
+    """One question about one context; no answers means that the context has none.
+
+    A start is NOT_FOUND for an answer that does not stand in the context word for word: it counts as right when answers
+    are judged, but can't be learnt from.
+    """
 
     id: str
     text: str
     context: str
     answers: list[str]
     starts: list[int]
+
+    @property
+    def is_learnable(self) -> bool:
+        """Whether it has no answer, or one that is found."""
+        return not self.answers or max(self.starts) > NOT_FOUND
 
 
 def source_of(args: RunArguments, split: Split) -> str | None:
@@ -118,16 +131,15 @@ def check_columns(rows: Iterable[dict[str, Any]], wanted: Sequence[str], where: 
 
 def as_question(row: dict[str, Any], number: int, columns: "QuestionColumns") -> Question:
     """A flat row as a question, whichever of the usual forms its answers have."""
+    context = row[columns.context] or ""
     texts, starts = answers_of(row.get(columns.answers), row, columns)
-    context = row[columns.context]
     found = [(text, locate(text, start, context)) for text, start in zip(texts, starts, strict=True) if text]
-    kept = [(text, start) for text, start in found if start is not None]
     return Question(
         id=str(row.get("id", number)),
-        text=str(row[columns.question]).strip(),
+        text=str(row[columns.question] or "").strip(),
         context=context,
-        answers=[text for text, _ in kept],
-        starts=[start for _, start in kept],
+        answers=[text for text, _ in found],
+        starts=[start for _, start in found],
     )
 
 
@@ -141,31 +153,44 @@ class QuestionColumns:
 def answers_of(answers: Any, row: dict[str, Any], columns: QuestionColumns) -> tuple[list[str], list[int | None]]:
     """SQuAD's {text: [...], answer_start: [...]}, a list of {text, answer_start}, texts alone, or json of these."""
     if isinstance(answers, str):
-        try:
-            answers = json.loads(answers)
-        except json.JSONDecodeError:
-            answers = [answers]
+        answers = _answers_in(answers, row, columns)
     if answers is None:
         answers = []
     if isinstance(answers, dict):
-        texts = list(answers.get("text", []))
-        starts = list(answers.get("answer_start") or [None] * len(texts))
-    elif isinstance(answers, list):
-        texts = [answer["text"] if isinstance(answer, dict) else str(answer) for answer in answers]
-        starts = [answer.get("answer_start") if isinstance(answer, dict) else None for answer in answers]
+        texts = _as_list(answers.get("text"))
+        starts = _as_list(answers.get("answer_start")) or [None] * len(texts)
     else:
-        raise ValueError(f"{columns.answers}={answers!r} of row {row.get('id')!r} is no form of answers known here")
+        each = _as_list(answers)
+        texts = [str(answer["text"] if isinstance(answer, dict) else answer) for answer in each]
+        starts = [answer.get("answer_start") if isinstance(answer, dict) else None for answer in each]
     if len(texts) != len(starts):
         raise ValueError(f"row {row.get('id')!r} has {len(texts)} answer texts but {len(starts)} answer starts")
     return texts, starts
 
 
-def locate(text: str, start: int | None, context: str) -> int | None:
-    """Where the answer stands: at `start` if it does, else its first place in the context, None if it has none."""
-    if start is not None and context.startswith(text, start):
-        return start
-    place = context.find(text)
-    return None if place < 0 else place
+def _answers_in(text: str, row: dict[str, Any], columns: QuestionColumns) -> Any:
+    """Json of a dict or list; any other text is the answer itself, be it a number."""
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        if PYTHON_NOTATION.match(text):
+            raise ValueError(
+                f"{columns.answers}={text[:60]!r} of row {row.get('id')!r} is written as Python writes it, which only "
+                "Python can read: write json (json.dumps), or use jsonl or parquet"
+            ) from error
+        return [text]
+    return parsed if isinstance(parsed, dict | list) else [text]
+
+
+def _as_list(value: Any) -> list:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) or hasattr(value, "tolist") else [value]
+
+
+def locate(text: str, start: int | None, context: str) -> int:
+    """Where the answer stands: at `start` if it does, else its first place in the context, or NOT_FOUND."""
+    return start if start is not None and context.startswith(text, start) else context.find(text)
 
 
 def take(rows: Sequence[Any], limit: int | None, *, spread: bool) -> Sequence[Any]:

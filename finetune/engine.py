@@ -51,15 +51,20 @@ class Engine:
         self.eval_steps = self.args.eval_steps or max(1, self.total_steps // DEFAULT_EVALUATIONS)
         self.save_steps = self.args.save_steps or self.eval_steps
         self.state = RunState()
+        self._check_rows_per_step()
         self._build()
 
     def _build(self) -> None:
         set_seed(self.args.seed)
-        self.model = self.accelerator.prepare_model(build_model(self.task, self.folder))
-        self.optimizer = self.accelerator.prepare_optimizer(make_optimizer(self.model, self.args))
-        self.scheduler = self.accelerator.prepare_scheduler(
-            make_schedule(self.optimizer.optimizer, self.args, self.total_steps)
-        )
+        model = build_model(self.task, self.folder)
+        optimizer = make_optimizer(model, self.args)
+        schedule = make_schedule(optimizer, self.args, self.total_steps)
+        if self.accelerator.state.deepspeed_plugin is not None:
+            # Accelerate would read it off a loader.
+            settings = self.accelerator.state.deepspeed_plugin.deepspeed_config
+            settings["train_micro_batch_size_per_gpu"] = self.args.batch_size
+        # At once: FSDP and DeepSpeed replace the parameters that the optimiser knows.
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, schedule)
 
     @property
     def is_main(self) -> bool:
@@ -69,6 +74,7 @@ class Engine:
         """Trains to the end, or until the metric no longer gains; the model is then the best one that was seen."""
         if self.args.resume:
             self.state = self.checkpoints.load_newest() or self.state
+            self._check_rows_per_step()
             if self._owes_evaluation():
                 self._evaluate_and_save(is_last=False)
         if self.state.step == 0 and self.args.eval_first and self.task.has("validation"):
@@ -88,6 +94,16 @@ class Engine:
                 if self._evaluate_and_save(is_last) or is_last:
                     break
         return self._take_best()
+
+    def _check_rows_per_step(self) -> None:
+        """Steps count progress through the data, so a run can't go on with larger or smaller ones."""
+        rows = self.args.batch_size * self.args.gradient_accumulation * self.accelerator.num_processes
+        if self.state.rows_per_step not in (None, rows):
+            raise ValueError(
+                f"the run in {self.folder} takes {self.state.rows_per_step} rows per step, now it would be {rows}: "
+                "keep batch_size x gradient_accumulation x processes as it was"
+            )
+        self.state.rows_per_step = rows
 
     def _steps(self) -> Iterator[list[dict[str, Any]]]:
         """The batches of each step still to do."""
@@ -118,6 +134,8 @@ class Engine:
         total = self.accelerator.reduce(torch.stack(counts).sum().float(), reduction="sum").clamp(min=1)
         loss_sum = torch.zeros((), device=device)
         for batch, count in zip(batches, counts, strict=True):
+            # DeepSpeed takes its step inside the last backward pass.
+            self.accelerator.sync_gradients = batch is batches[-1]
             with nullcontext() if batch is batches[-1] else self.accelerator.no_sync(self.model):
                 outputs = self.model(**send_to_device(batch, device))
                 # The mean over no label at all is NaN; such a batch adds nothing.
@@ -235,7 +253,8 @@ def build_model(task: Task, folder: Path) -> nn.Module:
     if args.lora_rank:
         model = add_lora(model, args, task.lora_saved)
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    check_room(folder, trained_parameters=trained, keep=args.keep_checkpoints)
+    every = sum(weight.numel() for weight in model.parameters())
+    check_room(folder, parameters=every, trained_parameters=trained, keep=args.keep_checkpoints)
     return model
 
 

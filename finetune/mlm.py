@@ -115,11 +115,11 @@ class MaskedLM(Task):
         rows = self.rows(split)
         # Per batch: its mean loss, and for every masked token what was predicted and what is right.
         seen: list[tuple[float, list[int], list[int]]] = []
-        for _, batch in self.eval_batches(rows, rows.lengths, accelerator, f"{split} masked tokens"):
+        for numbers, batch in self.eval_batches(rows, rows.lengths, accelerator, f"{split} masked tokens"):
             outputs = model(**batch)
             labelled = batch["labels"] != IGNORED_LABEL
             logits = outputs.logits if outputs.logits.dim() == 2 else outputs.logits[labelled]
-            if labelled.any():
+            if numbers and labelled.any():
                 seen.append((outputs.loss.item(), logits.argmax(-1).tolist(), batch["labels"][labelled].tolist()))
         seen = gather_object(seen)
         perplexity = load_metric("perplexity_from_loss").compute(
@@ -142,7 +142,7 @@ class TextStream:
         self.rows, self.task = rows, task
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for row in self.rows:
+        for row in self.task.first_rows(self.rows):
             texts = {self.task.args.text_column: [row[self.task.args.text_column]]}
             for ids in encode_texts(texts, tokenizer=self.task.tokenizer, **self.task.encoding)["input_ids"]:
                 yield self.task.finish(ids)
@@ -151,7 +151,7 @@ class TextStream:
 def encode_texts(rows: dict[str, list], *, tokenizer: Any, column: str, max_length: int, min_window: int) -> dict:
     """Every document in windows of at most `max_length` tokens, each between its special tokens; none spans two."""
     encoded = tokenizer(
-        rows[column],
+        [text or "" for text in rows[column]],
         truncation=True,
         max_length=max_length,
         return_overflowing_tokens=True,

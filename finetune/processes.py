@@ -1,10 +1,12 @@
 """Processes: starts Accelerate on the hardware at hand, and ends it so that no thread outlives the interpreter."""
 
 import gc
+from contextlib import suppress
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DistributedType
 from torch import nn
 
 if torch.distributed.is_available():
@@ -40,6 +42,11 @@ def end_processes(accelerator: Accelerator) -> None:
     accelerator.end_training()
 
 
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether each process holds a part of the model only, so that all of them have to compute together."""
+    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
 def share_input_embeddings(model: nn.Module) -> None:
     """Lets a seq2seq model with tied tables read them through one module, as FSDP wants before it divides them.
 
@@ -50,4 +57,6 @@ def share_input_embeddings(model: nn.Module) -> None:
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_word_embeddings", True):
         find: Any = model.get_input_embeddings
         put: Any = model.set_input_embeddings
-        put(find())
+        # Models made of two others have no one table.
+        with suppress(NotImplementedError):
+            put(find())

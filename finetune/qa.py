@@ -6,6 +6,7 @@ A document longer than the model is read in overlapping windows, and the answer 
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -141,14 +142,17 @@ class QA(Task):
         self.columns = QuestionColumns(
             question=args.question_column, context=args.context_column, answers=args.answers_column
         )
-        # A question gets no answer where "no answer" scores higher by more than this; tuned when validating.
-        self.threshold = 0.0
+        # A question gets no answer where "no answer" scores higher by more than this; tuned when validating. None where
+        # every question has an answer.
+        self.threshold: float | None = 0.0
 
     def read(self, split: Split) -> WindowRows:
         rows = read_rows(self.args, split)
-        wanted = [self.columns.question, self.columns.context]
+        wanted = [self.columns.question, self.columns.context, self.columns.answers]
         check_columns(rows, wanted, f"{split} data ({source_of(self.args, split)})")
         questions = self.limited([as_question(row, number, self.columns) for number, row in enumerate(rows)], split)
+        if split == "train":
+            questions = learnable(questions)
         return WindowRows(self, questions, for_training=split == "train", desc=split)
 
     def stream(self) -> "WindowStream":
@@ -186,11 +190,13 @@ class QA(Task):
         rows = self.rows(split)
         predictions = self.predict(model, accelerator, rows, f"{split} answers")
         references = {str(number): question.answers for number, question in enumerate(rows.questions)}
-        if split == "validation" and not all(references.values()):
-            self.threshold, _ = tune_threshold(predictions, references)
+        if split == "validation":
+            all_answered = all(references.values())
+            self.threshold = None if all_answered else tune_threshold(predictions, references)[0]
         chosen = {key: choose(one.nbest, threshold=self.threshold) for key, one in predictions.items()}
         if folder is not None and accelerator.is_main_process:
-            by_id = {rows.questions[int(key)].id: one for key, one in chosen.items()}
+            ids = unique_ids(rows.questions)
+            by_id = {ids[int(key)]: one for key, one in chosen.items()}
             write_nbest(folder / "nbest.json", by_id)
             write_json(folder / "predictions.json", {key: one.text for key, one in by_id.items()})
         return qa_metrics({key: one.text for key, one in chosen.items()}, references)
@@ -201,7 +207,8 @@ class QA(Task):
         for numbers, batch in self.eval_batches(rows, rows.lengths, accelerator, what):
             inputs = {key: value for key, value in batch.items() if not key.endswith("_positions")}
             outputs = model(**inputs)
-            collector.add([rows.facts(number) for number in numbers], outputs.start_logits, outputs.end_logits)
+            logits = (outputs.start_logits[: len(numbers)], outputs.end_logits[: len(numbers)])
+            collector.add([rows.facts(number) for number in numbers], *logits)
         for collected in gather_object([collector.collected]) if accelerator.num_processes > 1 else []:
             collector.update(collected)
         return {
@@ -215,7 +222,12 @@ class QA(Task):
         """What answering needs to know beside the model."""
         names = ("stride", "max_question_tokens", "max_answer_tokens")
         known = {name: getattr(self.args, name) for name in names}
-        return {"max_length": self.max_length, "threshold": self.threshold, **known}
+        return {
+            "max_length": self.max_length,
+            "threshold": self.threshold,
+            "global_attention": self.global_placement,
+            **known,
+        }
 
 
 def qa_metrics(texts: dict[str, str], references: dict[str, list[str]]) -> dict[str, float]:
@@ -229,6 +241,28 @@ def qa_metrics(texts: dict[str, str], references: dict[str, list[str]]) -> dict[
     )
 
 
+def learnable(questions: Sequence[Question]) -> list[Question]:
+    """Leaves out what can't be learnt from, and says how much that is."""
+    kept = [question for question in questions if question.is_learnable]
+    if len(kept) < len(questions):
+        print(
+            f"note: {len(questions) - len(kept)} of {len(questions)} training questions are left out, because none of "
+            "their answers stands in the document word for word",
+            file=sys.stderr,
+        )
+    return kept
+
+
+def unique_ids(questions: Sequence[Question]) -> list[str]:
+    """The questions' ids; one that was there before gets a number."""
+    seen: Counter[str] = Counter()
+    ids = []
+    for question in questions:
+        seen[question.id] += 1
+        ids.append(question.id if seen[question.id] == 1 else f"{question.id}#{seen[question.id]}")
+    return ids
+
+
 class WindowStream:
     """Training windows of a stream of questions, one by one; questions on one document share its tokens."""
 
@@ -237,8 +271,10 @@ class WindowStream:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         tokens = lru_cache(maxsize=4)(partial(tokenise_context, self.task.tokenizer))
-        for number, row in enumerate(self.rows):
+        for number, row in enumerate(self.task.first_rows(self.rows)):
             question = as_question(row, number, self.task.columns)
+            if not question.is_learnable:
+                continue
             ids = tokenise_question(self.task.tokenizer, question.text)
             for window in self.task.windows(question, ids, tokens(question.context), for_training=True):
                 yield self.task.finish(window)

@@ -44,7 +44,8 @@ def guarded_fit(task_class: type[Task], args: RunArguments, command: list[str]) 
         print(f"stopped by {stopped}; a checkpoint is written: go on with --resume", file=sys.stderr)
         return stopped.exit_code
     except KeyboardInterrupt:
-        print("stopped before the first step; nothing to resume", file=sys.stderr)
+        begun = any((Path(args.output) / "checkpoints").glob("*-*"))
+        print("stopped; " + ("go on with --resume" if begun else "nothing to resume"), file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -121,6 +122,7 @@ def save_model(
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
     if task.args.lora_rank:
         plain, state_dict = plain.merge_and_unload(), None
+    task.finish_model(plain)
     plain.save_pretrained(part, state_dict=state_dict)
     task.tokenizer.save_pretrained(part)
     write_json(part / SETTINGS_FILE, {"task": task.name, **task.settings()})
@@ -133,7 +135,6 @@ def card_facts(task: Task, metrics: dict[str, Any], command: list[str]) -> CardF
     shown = metrics.get("test") or metrics.get("validation") or {}
     names = ("learning_rate", "batch_size", "gradient_accumulation", "epochs", "max_steps", "schedule", "seed")
     length_not_used = "max_steps" if args.max_steps is None else "epochs"
-    placement = task.default_global if args.global_attention == "default" else args.global_attention
     return CardFacts(
         title=Path(args.output).resolve().name,
         base_model=str(args.model),
@@ -145,7 +146,7 @@ def card_facts(task: Task, metrics: dict[str, Any], command: list[str]) -> CardF
         command=command,
         auto_class=task.auto_class,
         max_length=task.max_length,
-        global_attention=placement,
+        global_attention=task.global_placement,
         curve_picture=None,
         notes=[],
     )

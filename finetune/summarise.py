@@ -15,11 +15,14 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
 
+from hybrid_longformer import HybridLongformerConfig
+
 from .arguments import RunArguments, option
 from .batches import IGNORED_LABEL
 from .documents import Split, as_dataset, check_columns, read_rows, source_of
 from .files import write_json
 from .metrics import load_metric
+from .processes import is_sharded
 from .task import Task
 from .tokenising import tokenise
 
@@ -31,6 +34,7 @@ class SummariseArguments(RunArguments):
     document_column: str = option("document", "column of the documents")
     summary_column: str = option("summary", "column of the summaries")
     query_column: str | None = option(None, "column of queries; a query stands before its document and is global")
+    max_query_tokens: int = option(128, "longer queries are cut")
     max_summary_tokens: int = option(256, "longest summary, in training and when generating")
     num_beams: int = option(4, "beams when generating; 1 for greedy")
     no_repeat_ngram: int = option(3, "no run of so many tokens is generated twice; 0 for no such rule")
@@ -63,6 +67,15 @@ class Summarise(Task):
         super().__init__(args)
         self.best_metric = "loss" if args.validate_by_loss else "rougeLsum"  # type: ignore[misc]
         self.higher_is_better = not args.validate_by_loss  # type: ignore[misc]
+        self._check_summary_length()
+
+    def _check_summary_length(self) -> None:
+        limit = longest_output(self.config)
+        if limit is not None and self.args.max_summary_tokens > limit:
+            raise ValueError(
+                f"max_summary_tokens={self.args.max_summary_tokens} is more than the {limit} tokens that "
+                f"{self.args.model} can write: lower it"
+            )
 
     def read(self, split: Split) -> SummaryRows:
         rows = read_rows(self.args, split)
@@ -97,6 +110,7 @@ class Summarise(Task):
             "query": args.query_column,
             "max_length": self.max_length,
             "max_summary_tokens": args.max_summary_tokens,
+            "max_query_tokens": args.max_query_tokens,
         }
 
     def finish(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -113,28 +127,43 @@ class Summarise(Task):
         written: list[tuple[int, str]] = []
         totals = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
         for numbers, batch in self.eval_batches(rows, rows.lengths, accelerator, f"{split} summaries"):
-            count = self.count_items(batch)
+            count = self.count_items(batch) * bool(numbers)
             totals += torch.stack([model(**batch).loss.double() * count, count.double()])
             if generates:
-                texts = self.generate(accelerator.unwrap_model(model), batch)
-                written += list(zip(numbers, texts, strict=True))
+                texts = self.generate(accelerator.unwrap_model(model), batch, in_step=is_sharded(accelerator))
+                written += list(zip(numbers, texts, strict=False))
         loss_sum, tokens = accelerator.reduce(totals, reduction="sum").tolist()
         metrics = {"loss": loss_sum / max(tokens, 1)}
         if generates:
+            folder = folder if accelerator.is_main_process else None
             metrics |= self._rouge(rows.dataset, dict(gather_object(written)), folder)
         return metrics
 
-    def generate(self, model: Any, batch: dict[str, Tensor]) -> list[str]:
+    def generate(self, model: Any, batch: dict[str, Tensor], *, in_step: bool = False) -> list[str]:
+        """Summaries of a batch.
+
+        Args:
+            in_step: every process goes on until the longest summary of all is done, as sharded models need it.
+        """
         inputs = {key: value for key, value in batch.items() if key != "labels"}
-        tokens = model.generate(
-            **inputs,
-            max_new_tokens=self.args.max_summary_tokens,
-            num_beams=self.args.num_beams,
-            no_repeat_ngram_size=self.args.no_repeat_ngram,
-            length_penalty=self.args.length_penalty,
-            early_stopping=self.args.num_beams > 1,
-        )
+        tokens = model.generate(**inputs, **self.generation, synced_gpus=in_step)
         return [text.strip() for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """How summaries are generated, in transformers' words."""
+        args = self.args
+        options = {
+            "max_new_tokens": args.max_summary_tokens,
+            "num_beams": args.num_beams,
+            "no_repeat_ngram_size": args.no_repeat_ngram,
+        }
+        beams_only = {"length_penalty": args.length_penalty, "early_stopping": True}
+        return options | (beams_only if args.num_beams > 1 else {})
+
+    def finish_model(self, model: Any) -> None:
+        """Lets `generate` write what was evaluated, without being told."""
+        model.generation_config.update(**self.generation)
 
     def _rouge(self, dataset: Dataset, written: dict[int, str], folder: Path | None) -> dict[str, float]:
         order = sorted(written)
@@ -158,7 +187,7 @@ class SummaryStream:
         self.rows, self.task = rows, task
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for row in self.rows:
+        for row in self.task.first_rows(self.rows):
             encoded = encode_rows(
                 {name: [row[name]] for name in self.task.columns}, tokenizer=self.task.tokenizer, **self.task.encoding
             )
@@ -174,9 +203,15 @@ def encode_rows(
     query: str | None,
     max_length: int,
     max_summary_tokens: int,
+    max_query_tokens: int,
 ) -> dict[str, list]:
     """Documents behind their queries, if any, and summaries as labels; `query_end` is where the query stops."""
-    texts = [rows[document]] if query is None else [rows[query], rows[document]]
+    if None in rows[summary]:
+        raise ValueError(f"{rows[summary].count(None)} rows have no {summary}: leave them out, or fill them in")
+    texts = [[text or "" for text in rows[document]]]
+    if query is not None:
+        room = min(max_query_tokens, max_length // 2)
+        texts.insert(0, [cut_text(tokenizer, text or "", room) for text in rows[query]])
     encoded = tokenizer(
         *texts,
         max_length=max_length,
@@ -192,6 +227,20 @@ def encode_rows(
         "query_end": [1 if query is None else query_end(encoded.sequence_ids(i)) for i in range(len(labels))],
         "reference": rows[summary],
     }
+
+
+def cut_text(tokenizer: Any, text: str, max_tokens: int) -> str:
+    """As much of a text as its first tokens stand for."""
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    return text if len(offsets) <= max_tokens else text[: offsets[max_tokens - 1][1]]
+
+
+def longest_output(config: Any) -> int | None:
+    """Tokens that a decoder with a table of positions can write; None where nothing limits them."""
+    if isinstance(config, HybridLongformerConfig):
+        return config.decoder_max_position_embeddings - config.position_offset
+    names = ("max_decoder_position_embeddings", "max_position_embeddings")
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
 
 
 def query_end(sequence_ids: list[int | None]) -> int:

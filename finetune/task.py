@@ -6,7 +6,8 @@ The engines (engine.py by Accelerate, trainer.py by Trainer) know tasks only thr
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from hybrid_longformer import HybridLongformerConfig
 from .arguments import RunArguments
 from .batches import Drawn, GlobalBatches, StreamedBatches, eval_batches, global_mask, pad_rows
 from .documents import Split, source_of, take
+from .processes import is_sharded
 
 # A tokenizer that knows no limit says so with a number of about 1e30.
 NO_LIMIT = 10**9
@@ -81,13 +83,18 @@ class Task(ABC):
     def settings(self) -> dict[str, Any]:
         """What whoever uses the finished model has to know beside it."""
 
+    def finish_model(self, model: Any) -> None:  # noqa: B027 - most tasks have nothing to do here
+        """Last changes before the finished model is saved."""
+
     # What they share.
 
     def load_model(self) -> PreTrainedModel:
         """The model, in float32, with the task's head; new weights depend on the seed."""
         transformers.set_seed(self.args.seed)
         auto_class = getattr(transformers, self.auto_class)
-        model = auto_class.from_pretrained(self.args.model, config=self.config, dtype=torch.float32)
+        model = auto_class.from_pretrained(
+            self.args.model, config=self.config, dtype=torch.float32, use_safetensors=True
+        )
         self._accepted = set(inspect.signature(model.forward).parameters)
         return model
 
@@ -113,6 +120,10 @@ class Task(ABC):
         is_train = split == "train"
         limit = self.args.max_train_samples if is_train else self.args.max_eval_samples
         return take(rows, limit, spread=not is_train)
+
+    def first_rows(self, stream: Iterable[Any]) -> Iterable[Any]:
+        """As many of a training stream's rows as the arguments allow."""
+        return islice(stream, self.args.max_train_samples)
 
     def has(self, split: Split) -> bool:
         return source_of(self.args, split) is not None
@@ -154,22 +165,33 @@ class Task(ABC):
         return {**self.collate(rows), "row_ids": [row["row_id"] for row in rows]}
 
     def global_mask(self, length: int, question: tuple[int, int] | None = None) -> dict[str, list[int]]:
-        mask = global_mask(length, self.args.global_attention, question=question, default=self.default_global)
-        return {"global_attention_mask": mask}
+        return {"global_attention_mask": global_mask(length, self.global_placement, question=question)}
+
+    @property
+    def global_placement(self) -> str:
+        """Which tokens are global, as in `RunArguments.global_attention` but with the task's own default."""
+        chosen = self.args.global_attention
+        return self.default_global if chosen == "default" else chosen
 
     def eval_batches(
         self, rows: Any, lengths: Sequence[int], accelerator: Accelerator, what: str
     ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-        """This process's share of the rows, on its device, with a bar on the main process."""
-        places = eval_batches(
-            lengths,
-            batch_size=self.args.eval_batch_size,
-            rank=accelerator.process_index,
-            world_size=accelerator.num_processes,
-        )
-        for batch in tqdm(places, desc=what, leave=False, disable=not accelerator.is_main_process):
+        """This process's share of the rows, on its device, with a bar on the main process.
+
+        The processes of a sharded model can't compute alone: one that has a batch less gets one more at the end without
+        any row numbers, whose results nobody wants.
+        """
+        share: dict[str, Any] = {"batch_size": self.args.eval_batch_size, "world_size": accelerator.num_processes}
+        places = eval_batches(lengths, rank=accelerator.process_index, **share)
+        own = len(places)
+        if is_sharded(accelerator):
+            # The first process has the most rows.
+            longest = eval_batches(lengths, rank=0, **share)
+            places += longest[len(places) :]
+        bar = tqdm(places, desc=what, leave=False, disable=not accelerator.is_main_process)
+        for number, batch in enumerate(bar):
             inputs = self.collate([{**rows[row], "row_id": row, "draw": 0} for row in batch])
-            yield batch, send_to_device(inputs, accelerator.device)
+            yield batch if number < own else [], send_to_device(inputs, accelerator.device)
 
     def _max_length(self) -> int:
         limit = longest_input(self.config, self.tokenizer)

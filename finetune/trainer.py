@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
@@ -26,6 +27,7 @@ from .engine import (
     make_schedule,
     refuse_loss,
 )
+from .files import read_json
 from .task import Task
 
 TRAINER_STATE = "trainer_state.json"
@@ -55,9 +57,10 @@ class TaskTrainer(Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
-        if not math.isfinite(loss.item()):
-            step = self.state.global_step + 1
-            refuse_loss(loss.item(), self.rows_at_work, step=step, folder=self.folder, writes=self.args.should_save)
+        total = self.accelerator.reduce(loss.detach().clone(), reduction="sum").item()
+        if not math.isfinite(total):
+            rows, step = gather_object(self.rows_at_work), self.state.global_step + 1
+            refuse_loss(total, rows, step=step, folder=self.folder, writes=self.args.should_save)
         return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -74,13 +77,15 @@ class StopInTime(TrainerCallback, ExportableState):
 
     Args:
         asked: signals that came.
+        accelerator: all processes stop together, whichever of them is told to.
         max_minutes: time for the whole run.
         minutes_before: what the run had taken when it was stopped.
     """
 
-    def __init__(self, asked: list[int], *, max_minutes: float | None, minutes_before: float):
-        self.asked, self.max_minutes = asked, max_minutes
+    def __init__(self, asked: list[int], *, accelerator: Accelerator, max_minutes: float | None, minutes_before: float):
+        self.asked, self.accelerator, self.max_minutes = asked, accelerator, max_minutes
         self.began = time.monotonic() - 60 * minutes_before
+        self.stop_signal = 0
 
     @property
     def minutes(self) -> float:
@@ -92,21 +97,26 @@ class StopInTime(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         is_late = self.max_minutes is not None and self.minutes >= self.max_minutes
-        if self.asked or is_late:
+        facts = torch.tensor([float(max(self.asked, default=0)), float(is_late)], device=self.accelerator.device)
+        told, late = self.accelerator.gather(facts[None]).amax(0).tolist()
+        self.stop_signal = int(told)
+        if told or late:
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = not self.asked
+            control.should_evaluate = not told and args.eval_strategy != "no"
 
 
 def train_by_trainer(task: Task, *, folder: Path, accelerator: Accelerator) -> tuple[nn.Module, RunState]:
     """Trains by Trainer; its checkpoints are in the same place, but under Trainer's names."""
     model = build_model(task, folder)
     total_steps = task.total_steps(accelerator.num_processes)
-    settings = training_arguments(task, folder, total_steps)
+    settings = training_arguments(task, folder, total_steps, accelerator.mixed_precision)
     newest = newest_checkpoint(folder / "checkpoints") if task.args.resume else None
     done, minutes_before = (0, 0.0) if newest is None else progress_of(newest)
     optimizer = make_optimizer(model, task.args)
     with caught_signals() as asked:
-        clock = StopInTime(asked, max_minutes=task.args.max_minutes, minutes_before=minutes_before)
+        clock = StopInTime(
+            asked, accelerator=accelerator, max_minutes=task.args.max_minutes, minutes_before=minutes_before
+        )
         trainer = TaskTrainer(
             task,
             folder=folder,
@@ -115,27 +125,40 @@ def train_by_trainer(task: Task, *, folder: Path, accelerator: Accelerator) -> t
             args=settings,
             eval_dataset=task.rows("validation") if task.has("validation") else None,
             optimizers=(optimizer, make_schedule(optimizer, task.args, total_steps)),
-            callbacks=[clock, *early_stopping(task)],
+            callbacks=[clock, *early_stopping(task, newest)],
         )
         if task.args.eval_first and done == 0 and task.has("validation"):
             trainer.evaluate()
+        # Trainer forgets what it logged before it began.
+        before = list(trainer.state.log_history)
         trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
-    if asked:
-        raise Stopped(asked[-1])
-    return trainer.model_wrapped, run_state(trainer, minutes=clock.minutes)
+    if clock.stop_signal:
+        raise Stopped(clock.stop_signal)
+    return trainer.model_wrapped, run_state(trainer, before, minutes=clock.minutes)
 
 
 def progress_of(checkpoint: Path) -> tuple[int, float]:
     """Steps and minutes behind a checkpoint."""
-    state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
-    return state["global_step"], state["stateful_callbacks"][StopInTime.__name__]["attributes"]["minutes"]
+    steps = read_json(checkpoint / TRAINER_STATE)["global_step"]
+    return steps, stateful_callbacks(checkpoint)[StopInTime.__name__]["attributes"]["minutes"]
 
 
-def early_stopping(task: Task) -> list[TrainerCallback]:
-    return [] if task.args.patience is None else [EarlyStoppingCallback(task.args.patience)]
+def stateful_callbacks(checkpoint: Path) -> dict[str, Any]:
+    return read_json(checkpoint / TRAINER_STATE)["stateful_callbacks"]
 
 
-def training_arguments(task: Task, folder: Path, total_steps: int) -> TrainingArguments:
+def early_stopping(task: Task, checkpoint: Path | None) -> list[TrainerCallback]:
+    """The callback, if it is wanted, with what it had counted when the run was stopped."""
+    if task.args.patience is None:
+        return []
+    callback = EarlyStoppingCallback(task.args.patience)
+    known = {} if checkpoint is None else stateful_callbacks(checkpoint).get(type(callback).__name__, {})
+    for name, value in known.get("attributes", {}).items():
+        setattr(callback, name, value)
+    return [callback]
+
+
+def training_arguments(task: Task, folder: Path, total_steps: int, precision: str) -> TrainingArguments:
     args = task.args
     every = args.eval_steps or max(1, total_steps // DEFAULT_EVALUATIONS)
     validates = task.has("validation")
@@ -146,8 +169,8 @@ def training_arguments(task: Task, folder: Path, total_steps: int) -> TrainingAr
         per_device_train_batch_size=args.batch_size,
         gradient_accumulation_steps=args.gradient_accumulation,
         max_grad_norm=args.max_grad_norm,
-        bf16=args.mixed_precision == "bf16",
-        fp16=args.mixed_precision == "fp16",
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
         use_cpu=not torch.accelerator.is_available(),
         seed=args.seed,
         eval_strategy="steps" if validates else "no",
@@ -175,18 +198,18 @@ def newest_checkpoint(folder: Path) -> Path | None:
     found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     for path in reversed(found):
         try:
-            json.loads((path / TRAINER_STATE).read_text(encoding="utf-8"))
+            read_json(path / TRAINER_STATE)
             return path
         except (OSError, json.JSONDecodeError):
             shutil.rmtree(path, ignore_errors=True)
     return None
 
 
-def run_state(trainer: Trainer, *, minutes: float) -> RunState:
+def run_state(trainer: Trainer, before: list[dict[str, Any]], *, minutes: float) -> RunState:
     """What Trainer logged, in the words of the other engine."""
     history = [
         {name.removeprefix("eval_"): value for name, value in entry.items() if name != "epoch"}
-        for entry in trainer.state.log_history
+        for entry in before + trainer.state.log_history
     ]
     return RunState(
         step=trainer.state.global_step,

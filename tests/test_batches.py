@@ -98,8 +98,7 @@ def test_padding():
         ("first", [1, 0, 0, 0, 0, 0]),
         ("question", [1, 1, 1, 0, 0, 0]),
         ("every:2", [1, 0, 1, 0, 1, 0]),
-        ("default", [1, 1, 1, 0, 0, 0]),
     ],
 )
 def test_placements_of_global_tokens(placement, expected):
-    assert global_mask(6, placement, question=(0, 3), default="question") == expected
+    assert global_mask(6, placement, question=(0, 3)) == expected

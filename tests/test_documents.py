@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 from finetune.arguments import RunArguments
-from finetune.documents import QuestionColumns, as_question, check_columns, read_file, read_rows, take
+from finetune.documents import NOT_FOUND, QuestionColumns, as_question, check_columns, read_file, read_rows, take
 
 from .finetuning import squad_article
 
@@ -95,10 +95,43 @@ def test_one_line_of_json_lines_is_a_row(tmp_path):
     assert list(read_file(path)) == [{"document": "a", "summary": "b"}]
 
 
-def test_a_wrong_start_is_mended_and_an_answer_that_is_nowhere_dropped():
+def test_a_wrong_start_is_mended_and_an_answer_that_is_nowhere_still_counts_as_right():
     row = {"question": "q", "context": "a b c", "answers": {"text": ["b", "x"], "answer_start": [0, 1]}}
     question = as_question(row, 4, QuestionColumns())
-    assert (question.id, question.answers, question.starts) == ("4", ["b"], [2])
+    assert (question.id, question.answers, question.starts) == ("4", ["b", "x"], [2, NOT_FOUND])
+    assert question.is_learnable
+    nowhere = as_question(row | {"answers": ["B"]}, 4, QuestionColumns())
+    assert (nowhere.answers, nowhere.is_learnable) == (["B"], False)
+    assert as_question(row | {"answers": None}, 4, QuestionColumns()).is_learnable
+
+
+@pytest.mark.parametrize(
+    ("answers", "texts"),
+    [
+        ("1999", ["1999"]),
+        ("true", ["true"]),
+        (1999, ["1999"]),
+        ("[***] dollars", ["[***] dollars"]),
+        ('["1999", "b"]', ["1999", "b"]),
+        ({"text": "b", "answer_start": 5}, ["b"]),
+        ('{"text": "b"}', ["b"]),
+        ("", []),
+        (None, []),
+    ],
+)
+def test_answers_of_every_kind(answers, texts):
+    row = {"question": "q", "context": "in 1999 b", "answers": answers}
+    assert as_question(row, 0, QuestionColumns()).answers == texts
+
+
+def test_answers_as_python_writes_them_are_refused():
+    row = {"id": "7", "question": "q", "context": "c", "answers": "{'text': array(['c'], dtype=object)}"}
+    with pytest.raises(ValueError, match=r"of row '7' is written as Python writes it.*json"):
+        as_question(row, 0, QuestionColumns())
+
+
+def test_an_empty_cell_is_an_empty_document():
+    assert as_question({"question": "q", "context": None, "answers": "a"}, 0, QuestionColumns()).context == ""
 
 
 @pytest.mark.parametrize(

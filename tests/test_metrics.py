@@ -270,9 +270,19 @@ def test_rouge_takes_the_best_of_several_references_and_means_over_summaries():
     assert unstemmed["rouge1"] == pytest.approx(50.0)
 
 
-def test_rouge_of_other_scripts_with_a_tokenizer_of_ones_own():
+def test_rouge_of_other_scripts():
+    texts = ["Суд отменил решение.", "北京大学", "हिन्दी भाषा"]
+    for text in texts:
+        assert load_metric("rouge").compute(predictions=[text], references=[text])["rouge1"] == 100.0
+    half = load_metric("rouge").compute(predictions=["суд решил"], references=["Суд отменил"])
+    assert (half["rouge1"], half["rouge2"]) == (50.0, 0.0)
+    # Mostly Latin texts are scored as everywhere else.
+    texts = {"predictions": ["Zürich and 北京"], "references": ["Zürich and Bern"]}
+    assert load_metric("rouge").compute(**texts)["rouge1"] == pytest.approx(600 / 7)
+
+
+def test_rouge_with_a_tokenizer_of_ones_own():
     texts = {"predictions": ["北京大学"], "references": ["北京"]}
-    assert load_metric("rouge").compute(**texts)["rouge1"] == 0.0
     assert load_metric("rouge").compute(**texts, tokenizer=answer_words)["rouge1"] == pytest.approx(200 / 3)
 
 
