@@ -99,3 +99,41 @@ def save_model(folder: Path, head: str, **changes: Any) -> Path:
     model_class(HybridLongformerConfig(**settings)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def make_work(root: Path) -> Path:
+    """Checkpoints for every task, with a licence, and data to train and validate them on."""
+    save_model(root / "qa", "QuestionAnswering")
+    save_model(root / "summarise", "ConditionalGeneration")
+    save_model(root / "mlm", "MaskedLM")
+    for task in ("qa", "summarise", "mlm"):
+        (root / task / "LICENSE").write_text("MIT License\n")
+    for name, numbers in (("train", range(16)), ("validation", range(16, 20))):
+        write_questions(root / f"{name}.json", numbers)
+        write_summaries(root / f"{name}.jsonl", numbers)
+    return root
+
+
+def arguments(work: Path, task: str) -> list[str]:
+    """What a run on that data is told, but for its output."""
+    suffix = "json" if task == "qa" else "jsonl"
+    own = {
+        "qa": ["--max-length", "160", "--stride", "32"],
+        "summarise": ["--max-summary-tokens", "10", "--num-beams", "1"],
+        "mlm": ["--text-column", "document", "--max-length", "128", "--global-attention", "every:16"],
+    }[task]
+    files = ["--train-file", str(work / f"train.{suffix}"), "--validation-file", str(work / f"validation.{suffix}")]
+    return [
+        "--model",
+        str(work / task),
+        *files,
+        *own,
+        "--learning-rate",
+        "1e-3",
+        "--batch-size",
+        "4",
+        "--log-steps",
+        "1",
+        "--report-to",
+        "none",
+    ]

@@ -21,27 +21,16 @@ from finetune.qa import QA
 from finetune.run import run
 from finetune.summarise import Summarise
 
-from .finetuning import save_model, write_questions, write_summaries
+from .finetuning import arguments, make_work
 
 TASKS = {"qa": QA, "summarise": Summarise, "mlm": MaskedLM}
 ENGINES = {"loop": [], "trainer": ["--trainer"]}
-COMMON = ["--learning-rate", "1e-3", "--batch-size", "4", "--log-steps", "1", "--report-to", "none"]
 ALL_STEPS = ["--max-steps", "6", "--eval-steps", "2"]
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory) -> Path:
-    """Checkpoints and data."""
-    root = tmp_path_factory.mktemp("finetune")
-    save_model(root / "qa", "QuestionAnswering")
-    save_model(root / "summarise", "ConditionalGeneration")
-    save_model(root / "mlm", "MaskedLM")
-    for task in TASKS:
-        (root / task / "LICENSE").write_text("MIT License\n")
-    for name, numbers in (("train", range(16)), ("validation", range(16, 20))):
-        write_questions(root / f"{name}.json", numbers)
-        write_summaries(root / f"{name}.jsonl", numbers)
-    return root
+    return make_work(tmp_path_factory.mktemp("finetune"))
 
 
 @pytest.fixture(autouse=True)
@@ -49,17 +38,6 @@ def _own_accelerator(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets"))
     yield
     AcceleratorState._reset_state(True)
-
-
-def arguments(work: Path, task: str) -> list[str]:
-    suffix = "json" if task == "qa" else "jsonl"
-    own = {
-        "qa": ["--max-length", "160", "--stride", "32"],
-        "summarise": ["--max-summary-tokens", "10", "--num-beams", "1"],
-        "mlm": ["--text-column", "document", "--max-length", "128", "--global-attention", "every:16"],
-    }[task]
-    files = ["--train-file", str(work / f"train.{suffix}"), "--validation-file", str(work / f"validation.{suffix}")]
-    return ["--model", str(work / task), *files, *own, *COMMON]
 
 
 def losses(folder: Path) -> dict[int, float]:

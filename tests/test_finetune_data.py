@@ -1,0 +1,187 @@
+"""Fine-tuning on data as users have them: without answers, without unanswerable questions, with gaps, in streams."""
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from accelerate.state import AcceleratorState
+
+from finetune.answer import Answerer
+from finetune.arguments import parse_arguments
+from finetune.batches import eval_batches
+from finetune.documents import Question
+from finetune.engine import make_accelerator
+from finetune.files import read_json
+from finetune.mlm import MaskedLM
+from finetune.qa import QA, unique_ids
+from finetune.run import run
+from finetune.summarise import Summarise, cut_text, encode_rows, longest_output
+
+from .finetuning import arguments, make_tokenizer, make_work
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    return make_work(tmp_path_factory.mktemp("finetune"))
+
+
+@pytest.fixture(autouse=True)
+def _own_accelerator(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets"))
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def make_task(task_class, work: Path, name: str, *more: str):
+    args = parse_arguments(task_class.arguments_class, [*arguments(work, name), "--output", "nowhere", *more])
+    return task_class(args)
+
+
+def write_lines(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_where_every_question_has_an_answer_one_is_always_given(work, tmp_path):
+    rows = [
+        {"id": str(number), "question": "What colour?", "context": "The fox is red.", "answers": ["red"]}
+        for number in range(3)
+    ]
+    data = write_lines(tmp_path / "all.jsonl", rows)
+    argv = [*arguments(work, "qa"), "--validation-file", str(data), "--max-steps", "2", "--eval-steps", "2"]
+    assert run(QA, [*argv, "--output", str(tmp_path / "run")]) == 0
+    assert read_json(tmp_path / "run" / "model" / "task_settings.json")["threshold"] is None
+    predicted = read_json(tmp_path / "run" / "predictions" / "validation" / "predictions.json")
+    assert len(predicted) == 3 and all(predicted.values())
+    assert Answerer(str(tmp_path / "run" / "model"))("What colour?", "The fox is red.").text
+
+
+def test_answers_that_stand_nowhere_are_not_learnt_as_no_answer(work, tmp_path, capsys):
+    rows = [
+        {"question": "What colour?", "context": "The fox is red.", "answers": [answer]} for answer in ("red", "Red")
+    ]
+    data = write_lines(tmp_path / "some.jsonl", rows)
+    task = make_task(QA, work, "qa", "--train-file", str(data), "--validation-file", str(data))
+    assert len(task.rows("train")) == 1
+    assert "1 of 2 training questions are left out" in capsys.readouterr().err
+    # When answers are judged, what is right stays right.
+    assert [question.answers for question in task.rows("validation").questions] == [["red"], ["Red"]]
+    streamed = make_task(QA, work, "qa", "--train-file", str(data), "--streaming", "--max-steps", "1")
+    assert len(list(streamed.stream())) == 1
+
+
+def test_answers_have_to_be_there(work, tmp_path, capsys):
+    argv = [*arguments(work, "qa"), "--answers-column", "antworten", "--output", str(tmp_path / "run")]
+    assert run(QA, argv) == 1
+    assert "has no column 'antworten'" in capsys.readouterr().err
+
+
+def test_equal_ids_are_told_apart():
+    questions = [Question(id=name, text="", context="", answers=[], starts=[]) for name in ("a", "a", "b", "a")]
+    assert unique_ids(questions) == ["a", "a#2", "b", "a#3"]
+
+
+@pytest.mark.parametrize(("task_class", "name"), [(QA, "qa"), (Summarise, "summarise"), (MaskedLM, "mlm")])
+def test_a_stream_is_cut_where_it_should_be(work, task_class, name):
+    streaming = ["--streaming", "--max-steps", "1"]
+    few = list(make_task(task_class, work, name, *streaming, "--max-train-samples", "1").stream())
+    all_of_them = list(make_task(task_class, work, name, *streaming).stream())
+    assert 0 < len(few) < len(all_of_them)
+
+
+def test_placements_of_global_tokens_are_kept_with_the_model(work, tmp_path):
+    output = tmp_path / "run"
+    argv = [*arguments(work, "qa"), "--max-steps", "2", "--global-attention", "every:8", "--output", str(output)]
+    assert run(QA, argv) == 0
+    nbest = read_json(output / "predictions" / "validation" / "nbest.json")
+    article = read_json(work / "validation.json")["data"][0]["paragraphs"][0]
+    answerer = Answerer(str(output / "model"))
+    for asked in article["qas"]:
+        prediction = answerer(asked["question"], article["context"])
+        assert prediction.nbest[0].score == pytest.approx(nbest[asked["id"]][0]["score"], abs=1e-4)
+
+
+def test_finished_summarisers_generate_as_they_were_evaluated(work, tmp_path):
+    argv = [*arguments(work, "summarise"), "--max-steps", "1", "--num-beams", "2", "--max-summary-tokens", "30"]
+    assert run(Summarise, [*argv, "--output", str(tmp_path / "run")]) == 0
+    saved = transformers.GenerationConfig.from_pretrained(tmp_path / "run" / "model")
+    assert (saved.max_new_tokens, saved.num_beams, saved.no_repeat_ngram_size) == (30, 2, 3)
+
+
+def test_gaps_in_summaries_and_long_queries():
+    tokenizer = make_tokenizer()
+    settings = {"document": "d", "summary": "s", "max_length": 40, "max_summary_tokens": 9, "max_query_tokens": 99}
+    rows = {"d": [None, "The fox is red. " * 9], "s": ["Red.", "The fox."], "q": [None, "Which colour is it? " * 99]}
+    encoded = encode_rows(rows, tokenizer=tokenizer, query="q", **settings)
+    assert encoded["length"][1] == 40 and encoded["query_end"][1] == 21
+    with pytest.raises(ValueError, match="1 rows have no s: leave them out"):
+        encode_rows(rows | {"s": [None, "a"]}, tokenizer=tokenizer, query=None, **settings)
+    text = "The fox is red."
+    assert cut_text(tokenizer, text, 2) == text[: tokenizer(text, return_offsets_mapping=True)["offset_mapping"][2][1]]
+    assert cut_text(tokenizer, text, 99) == text
+
+
+def test_summaries_no_longer_than_the_decoder_writes(work, tmp_path, capsys):
+    assert longest_output(transformers.LEDConfig(max_decoder_position_embeddings=64)) == 64
+    assert longest_output(transformers.T5Config()) is None
+    argv = [*arguments(work, "summarise"), "--max-summary-tokens", "5000", "--output", str(tmp_path / "run")]
+    assert run(Summarise, argv) == 1
+    assert "max_summary_tokens=5000 is more than the" in capsys.readouterr().err
+
+
+def test_a_data_set_needs_no_validation_split(tmp_path):
+    given = ["--model", "m", "--output", "o", "--dataset", "d"]
+    assert parse_arguments(QA.arguments_class, [*given, "--validation-split", "none"]).validation_split is None
+    (tmp_path / "run.yaml").write_text("model: m\noutput: o\ndataset: d\nvalidation_split: null\n")
+    assert parse_arguments(QA.arguments_class, [str(tmp_path / "run.yaml")]).validation_split is None
+
+
+def test_pickled_weights_are_refused(work, tmp_path, capsys):
+    import torch
+
+    model = transformers.AutoModelForQuestionAnswering.from_pretrained(work / "qa")
+    model.config.save_pretrained(tmp_path / "old")
+    make_tokenizer().save_pretrained(tmp_path / "old")
+    torch.save(model.state_dict(), tmp_path / "old" / "pytorch_model.bin")
+    argv = [*arguments(work, "qa"), "--model", str(tmp_path / "old"), "--output", str(tmp_path / "run")]
+    assert run(QA, argv) == 1
+    assert "safetensors" in capsys.readouterr().err
+
+
+def test_accelerates_own_config_chooses_the_precision(work, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    for more, expected in (([], "bf16"), (["--mixed-precision", "no"], "no")):
+        args = parse_arguments(QA.arguments_class, [*arguments(work, "qa"), "--output", str(tmp_path), *more])
+        assert make_accelerator(args, tmp_path).mixed_precision == expected
+        AcceleratorState._reset_state(True)
+
+
+def test_trainer_stops_in_time_without_anything_to_validate_on(work, tmp_path):
+    argv = [word for word in arguments(work, "qa") if "validation" not in word]
+    argv = [*argv, "--trainer", "--max-steps", "50", "--max-minutes", "0", "--output", str(tmp_path / "run")]
+    assert run(QA, argv) == 0
+    assert read_json(tmp_path / "run" / "metrics.json")["steps"] == 1
+
+
+def test_a_run_goes_on_with_steps_of_the_same_size(work, tmp_path, capsys):
+    argv = [*arguments(work, "qa"), "--max-steps", "1", "--output", str(tmp_path / "run")]
+    assert run(QA, argv) == 0
+    assert run(QA, [*argv, "--batch-size", "2", "--max-steps", "3", "--resume"]) == 1
+    assert "takes 4 rows per step, now it would be 2" in capsys.readouterr().err
+    more = ["--batch-size", "2", "--gradient-accumulation", "2", "--max-steps", "2", "--resume"]
+    assert run(QA, [*argv, *more]) == 0
+
+
+def test_processes_of_a_sharded_model_have_as_many_batches_each(work, monkeypatch):
+    """Seven rows one by one: the second process has three, so one batch less if it were not given another."""
+    task = make_task(QA, work, "qa", "--eval-batch-size", "1")
+    rows = task.rows("validation")
+    lengths = rows.lengths[:7]
+    monkeypatch.setattr("finetune.task.is_sharded", lambda accelerator: True)
+
+    class Second:
+        process_index, num_processes, is_main_process, device = 1, 2, False, "cpu"
+
+    found = [numbers for numbers, _ in task.eval_batches(rows, lengths, Second(), "")]
+    assert found == [*eval_batches(lengths, batch_size=1, rank=1, world_size=2), []]
