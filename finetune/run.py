@@ -23,7 +23,7 @@ from .checkpoints import RunState, prepare_folder
 from .engine import Engine, Stopped, evaluate, make_accelerator
 from .files import read_json, replace_folder, write_json
 from .history import draw_history
-from .processes import end_processes
+from .processes import end_processes, is_sharded
 from .task import Task
 
 
@@ -120,6 +120,10 @@ def save_model(
     part = folder / ".model.part"
     shutil.rmtree(part, ignore_errors=True)
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+    if is_sharded(accelerator):
+        # Put together again, tied weights are several tensors, of which transformers would write every one.
+        tied = set(getattr(plain, "all_tied_weights_keys", ()))
+        state_dict = {name: weight for name, weight in state_dict.items() if name not in tied}
     if task.args.lora_rank:
         plain, state_dict = plain.merge_and_unload(), None
     task.finish_model(plain)

@@ -1,6 +1,8 @@
 """What all classes of the family share: configuration, initialisation, and checkpoints that carry their code."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,17 @@ from .attention import HybridSelfAttention
 from .configuration_hybrid_longformer import HybridLongformerConfig
 from .layers import HybridLongformerLayer
 from .saving import push_checkpoint, save_extras
+
+
+@contextmanager
+def _own_class(model: nn.Module) -> Iterator[None]:
+    """FSDP gives a model a class whose code is torch's, and a checkpoint has to carry the code of the model's own."""
+    given = type(model)
+    model.__class__ = next(each for each in given.__mro__ if not each.__module__.startswith("torch."))
+    try:
+        yield
+    finally:
+        model.__class__ = given
 
 
 class HybridLongformerPreTrainedModel(PreTrainedModel):
@@ -38,9 +51,10 @@ class HybridLongformerPreTrainedModel(PreTrainedModel):
         self, save_directory: str | os.PathLike, *args: Any, tokenizer: Any = None, **kwargs: Any
     ) -> None:
         """As in transformers, and writes the model card (and the tokenizer, if given) beside weights and code."""
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
-            save_extras(self, save_directory, tokenizer)
+        with _own_class(self):
+            super().save_pretrained(save_directory, *args, **kwargs)
+            if kwargs.get("is_main_process", True):
+                save_extras(self, save_directory, tokenizer)
 
     def push_to_hub(self, repo_id: str, *, tokenizer: Any = None, **kwargs: Any) -> Any:
         """Uploads the same self-contained folder that `save_pretrained` writes.

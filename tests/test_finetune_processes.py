@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from .finetuning import save_model, write_questions, write_summaries
 
@@ -31,6 +32,7 @@ def work(tmp_path_factory) -> Path:
 
 
 def start(work: Path, output: Path, task: str, launch: list[str], *more: str) -> subprocess.Popen:
+    script = [] if "tests.sharded_run" in launch else ["-m", f"finetune.{task}"]
     suffix = "json" if task == "qa" else "jsonl"
     own = (
         ["--max-length", "160", "--stride", "32"] if task == "qa" else ["--max-summary-tokens", "8", "--num-beams", "1"]
@@ -39,7 +41,7 @@ def start(work: Path, output: Path, task: str, launch: list[str], *more: str) ->
     argv = ["--model", str(work / task), "--output", str(output), *files, *own, *COMMON, *more]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     return subprocess.Popen(
-        [sys.executable, *launch, "-m", f"finetune.{task}", *argv],
+        [sys.executable, *launch, *script, *argv],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -87,3 +89,17 @@ def test_ctrl_c_leaves_a_checkpoint_of_both_processes(work, tmp_path):
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     assert {path.name for path in checkpoint.glob("random_states_*")} == {"random_states_0.pkl", "random_states_1.pkl"}
     assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize(("task", "config"), [("qa", "gpus_fsdp_encoder"), ("summarise", "gpus_fsdp_seq2seq")])
+def test_a_divided_model_trains_as_a_whole_one(work, tmp_path, task, config):
+    sharded = ["-m", "tests.sharded_run", task, str(CONFIG.with_name(f"{config}.yaml"))]
+    alone = finished_run(work, tmp_path / "alone", task, [], 4)
+    divided = finished_run(work, tmp_path / "divided", task, [*LAUNCH_TWO, *sharded], 2)
+    assert divided["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+    assert divided["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-4)
+    first, second = ({path.name for path in (tmp_path / name / "model").iterdir()} for name in ("alone", "divided"))
+    assert first == second
+    saved = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("alone", "divided")]
+    assert saved[0].keys() == saved[1].keys()
+    assert max((saved[0][name] - saved[1][name]).abs().max().item() for name in saved[0]) < 1e-3

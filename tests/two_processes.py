@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.commands.config.config_args import load_config_from_file
+from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 
@@ -17,6 +16,7 @@ import hybrid_longformer
 from finetune.processes import end_processes, share_input_embeddings, start_processes
 
 from .models import tiny_config
+from .sharded_run import fsdp_plugin
 
 NUM_STEPS, NUM_ROWS, NUM_TOKENS = 3, 4, 50
 
@@ -70,17 +70,8 @@ def sharded_outputs(name: str, config_file: str, accelerator: Accelerator) -> di
     model = make_model(name)
     share_input_embeddings(model)
     before = mean_square(model)
-    settings = load_config_from_file(config_file).fsdp_config
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=settings["fsdp_version"],
-        auto_wrap_policy=settings["fsdp_auto_wrap_policy"],
-        transformer_cls_names_to_wrap=settings["fsdp_transformer_layer_cls_to_wrap"].split(","),
-        reshard_after_forward=settings["fsdp_reshard_after_forward"],
-        state_dict_type=settings["fsdp_state_dict_type"],
-        cpu_ram_efficient_loading=settings["fsdp_cpu_ram_efficient_loading"],
-    )
     stand_in = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
+        state=SimpleNamespace(fsdp_plugin=fsdp_plugin(config_file)),
         mixed_precision="no",
         device=torch.device("cpu"),
         is_main_process=accelerator.is_main_process,
