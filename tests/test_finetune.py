@@ -21,23 +21,13 @@ from finetune.qa import QA
 from finetune.run import run
 from finetune.summarise import Summarise
 
-from .finetuning import arguments, make_work
+from .finetuning import arguments
+
+pytestmark = pytest.mark.usefixtures("own_accelerator")
 
 TASKS = {"qa": QA, "summarise": Summarise, "mlm": MaskedLM}
 ENGINES = {"loop": [], "trainer": ["--trainer"]}
 ALL_STEPS = ["--max-steps", "6", "--eval-steps", "2"]
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory) -> Path:
-    return make_work(tmp_path_factory.mktemp("finetune"))
-
-
-@pytest.fixture(autouse=True)
-def _own_accelerator(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets"))
-    yield
-    AcceleratorState._reset_state(True)
 
 
 def losses(folder: Path) -> dict[int, float]:

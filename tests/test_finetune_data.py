@@ -18,19 +18,9 @@ from finetune.qa import QA, unique_ids
 from finetune.run import run
 from finetune.summarise import Summarise, cut_text, encode_rows, longest_output
 
-from .finetuning import arguments, make_tokenizer, make_work
+from .finetuning import arguments, make_tokenizer
 
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory) -> Path:
-    return make_work(tmp_path_factory.mktemp("finetune"))
-
-
-@pytest.fixture(autouse=True)
-def _own_accelerator(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets"))
-    yield
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("own_accelerator")
 
 
 def make_task(task_class, work: Path, name: str, *more: str):
