@@ -25,6 +25,7 @@ from .arguments import RunArguments, option
 from .documents import Question, QuestionColumns, Split, as_question, check_columns, read_rows, source_of
 from .files import write_json
 from .metrics import load_metric
+from .metrics.long_qa.squad_scores import token_f1
 from .task import Task
 from .tokenising import tokenise
 from .windows import (
@@ -199,7 +200,8 @@ class QA(Task):
             by_id = {ids[int(key)]: one for key, one in chosen.items()}
             write_nbest(folder / "nbest.json", by_id)
             write_json(folder / "predictions.json", {key: one.text for key, one in by_id.items()})
-        return qa_metrics({key: one.text for key, one in chosen.items()}, references)
+        metrics = qa_metrics({key: one.text for key, one in chosen.items()}, references)
+        return metrics | best_answer_scores(predictions, references)
 
     def predict(self, model: nn.Module, accelerator: Accelerator, rows: WindowRows, what: str) -> dict[str, Prediction]:
         """The best answers to every question, by its number, over all windows and processes."""
@@ -239,6 +241,15 @@ def qa_metrics(texts: dict[str, str], references: dict[str, list[str]]) -> dict[
             for key, answers in references.items()
         ],
     )
+
+
+def best_answer_scores(predictions: dict[str, Prediction], references: dict[str, list[str]]) -> dict[str, float]:
+    """F1 of the best answers to questions that have one, as if no threshold had kept any back."""
+    best = {key: one.best_answer for key, one in predictions.items() if references[key]}
+    if not best:
+        return {}
+    scores = [token_f1("" if answer is None else answer.text, references[key]) for key, answer in best.items()]
+    return {"HasAns_best_f1": 100.0 * sum(scores) / len(scores)}
 
 
 def learnable(questions: Sequence[Question]) -> list[Question]:

@@ -8,13 +8,14 @@ import transformers
 from accelerate.state import AcceleratorState
 
 from finetune.answer import Answerer
+from finetune.answers import Answer, choose
 from finetune.arguments import parse_arguments
 from finetune.batches import eval_batches
 from finetune.documents import Question
 from finetune.engine import make_accelerator
 from finetune.files import read_json
 from finetune.mlm import MaskedLM
-from finetune.qa import QA, unique_ids
+from finetune.qa import QA, best_answer_scores, unique_ids
 from finetune.run import run
 from finetune.summarise import Summarise, cut_text, encode_rows, longest_output
 
@@ -65,6 +66,15 @@ def test_answers_have_to_be_there(work, tmp_path, capsys):
     argv = [*arguments(work, "qa"), "--answers-column", "antworten", "--output", str(tmp_path / "run")]
     assert run(QA, argv) == 1
     assert "has no column 'antworten'" in capsys.readouterr().err
+
+
+def test_scores_of_answers_that_the_threshold_keeps_back():
+    unsure = choose([Answer("", None, None, 5.0, 0.9), Answer("red fox", 0, 7, 1.0, 0.1)])
+    assert unsure.text == ""
+    predictions = {"a": unsure, "b": unsure, "c": choose([Answer("", None, None, 0.0, 1.0)])}
+    references = {"a": ["red"], "b": [], "c": ["blue"]}
+    assert best_answer_scores(predictions, references) == {"HasAns_best_f1": pytest.approx(100 * (2 / 3 + 0) / 2)}
+    assert best_answer_scores({"b": unsure}, {"b": []}) == {}
 
 
 def test_equal_ids_are_told_apart():
