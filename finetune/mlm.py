@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .arguments import RunArguments, option
 from .batches import IGNORED_LABEL
@@ -58,6 +60,12 @@ class MaskedLM(Task):
     best_metric = "perplexity"
     higher_is_better = False
     lora_saved = ("lm_head",)
+
+    def load_model(self) -> PreTrainedModel:
+        model = super().load_model()
+        if "lm_head.layer_norm.weight" in self.new_weights:
+            calm_new_head(model)
+        return model
 
     def read(self, split: Split) -> TextRows:
         rows = read_rows(self.args, split)
@@ -146,6 +154,17 @@ class TextStream:
             texts = {self.task.args.text_column: [row[self.task.args.text_column]]}
             for ids in encode_texts(texts, tokenizer=self.task.tokenizer, **self.task.encoding)["input_ids"]:
                 yield self.task.finish(ids)
+
+
+@torch.no_grad()
+def calm_new_head(model: Any) -> None:
+    """Lets a new head begin with logits of about unit spread, whatever the scale of the embeddings it is tied to.
+
+    Those of encoders that were never trained as language models may be large: the head would begin far worse than
+    guessing, and unlearn that first.
+    """
+    spread = model.get_output_embeddings().weight.norm(dim=-1).mean()
+    model.lm_head.layer_norm.weight.div_(spread)
 
 
 def encode_texts(rows: dict[str, list], *, tokenizer: Any, column: str, max_length: int, min_window: int) -> dict:

@@ -60,6 +60,8 @@ class Task(ABC):
         self.max_length = self._max_length()
         self._rows: dict[Split, Any] = {}
         self._accepted: set[str] = set()
+        # What the checkpoint had no weights for.
+        self.new_weights: set[str] = set()
 
     # What each task says for itself.
 
@@ -92,9 +94,10 @@ class Task(ABC):
         """The model, in float32, with the task's head; new weights depend on the seed."""
         transformers.set_seed(self.args.seed)
         auto_class = getattr(transformers, self.auto_class)
-        model = auto_class.from_pretrained(
-            self.args.model, config=self.config, dtype=torch.float32, use_safetensors=True
+        model, loaded = auto_class.from_pretrained(
+            self.args.model, config=self.config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
+        self.new_weights = set(loaded["missing_keys"])
         self._accepted = set(inspect.signature(model.forward).parameters)
         return model
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from accelerate.state import AcceleratorState
 
@@ -138,8 +139,6 @@ def test_a_data_set_needs_no_validation_split(tmp_path):
 
 
 def test_pickled_weights_are_refused(work, tmp_path, capsys):
-    import torch
-
     model = transformers.AutoModelForQuestionAnswering.from_pretrained(work / "qa")
     model.config.save_pretrained(tmp_path / "old")
     make_tokenizer().save_pretrained(tmp_path / "old")
@@ -185,3 +184,16 @@ def test_processes_of_a_sharded_model_have_as_many_batches_each(work, monkeypatc
 
     found = [numbers for numbers, _ in task.eval_batches(rows, lengths, Second(), "")]
     assert found == [*eval_batches(lengths, batch_size=1, rank=1, world_size=2), []]
+
+
+@pytest.mark.parametrize("scale", [0.02, 1.0])
+def test_a_new_language_model_head_begins_with_a_guess(work, tmp_path, scale):
+    """Whatever the scale of the embeddings; a head that the checkpoint has is left as it is."""
+    encoder = transformers.AutoModel.from_pretrained(work / "mlm")
+    torch.nn.init.normal_(encoder.embeddings.word_embeddings.weight, std=scale)
+    encoder.save_pretrained(tmp_path / "encoder", tokenizer=make_tokenizer())
+    task = make_task(MaskedLM, work, "mlm", "--model", str(tmp_path / "encoder"))
+    logits = task.load_model().eval()(torch.arange(5, 45)[None]).logits
+    assert 0.5 < logits.std() < 2
+    known = make_task(MaskedLM, work, "mlm").load_model()
+    assert torch.equal(known.lm_head.layer_norm.weight, torch.ones_like(known.lm_head.layer_norm.weight))
