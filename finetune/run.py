@@ -158,7 +158,7 @@ def card_facts(task: Task, metrics: dict[str, Any], command: list[str]) -> CardF
 
 def report(task: Task, state: RunState, metrics: dict[str, Any], seconds: dict[str, float], folder: Path) -> None:
     """Metrics and history as json, the training curve as a picture, and where everything is."""
-    effort = {"steps": state.step, "minutes": round(state.minutes, 2), "evaluation_seconds": seconds}
+    effort = {"steps": state.step, "minutes": round(state.minutes, 4), "evaluation_seconds": seconds}
     write_json(folder / "metrics.json", {**metrics, **effort})
     write_json(folder / "history.json", state.history)
     draw_history(state.history, folder / "training_curve.png", title=folder.name, metric=task.best_metric)
