@@ -100,7 +100,8 @@ def test_placements_of_global_tokens_are_kept_with_the_model(work, tmp_path):
     answerer = Answerer(str(output / "model"))
     for asked in article["qas"]:
         prediction = answerer(asked["question"], article["context"])
-        assert prediction.nbest[0].score == pytest.approx(nbest[asked["id"]][0]["score"], abs=1e-4)
+        scores = [answer["score"] for answer in nbest[asked["id"]]]
+        assert [answer.score for answer in prediction.nbest[:3]] == pytest.approx(scores[:3], abs=2e-5)
 
 
 def test_finished_summarisers_generate_as_they_were_evaluated(work, tmp_path):
