@@ -8,6 +8,7 @@ they belong, a few tiles at a time.
 Letters: B batch, N tokens, H heads, D head size, G global tokens, T tiles, Q queries per tile, K keys per tile.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from .pieces import GatheredPiece, Piece, WholePiece, pack_pieces, some_heads, u
 # allocator instead of being mapped anew (twice as many gathered keys took a fifth longer, often double), and memory
 # does not grow with the length. Other devices want fewer and larger calls.
 QUERIES_AT_A_TIME_ON_CPU = 256
+QUERIES_AT_A_TIME_WITH_DROPOUT_ON_CPU = 512
 QUERIES_AT_A_TIME = 4096
 # The log-sum-exp of rows that are not the pieces' own: it makes every weight exp(-inf), so they have no gradient.
 UNSEEN = torch.inf
@@ -64,8 +66,10 @@ def attend(
     return out if rows is None else put_rows(out, rows, in_place=True)
 
 
-def _queries_at_a_time(x: Tensor) -> int:
-    return QUERIES_AT_A_TIME_ON_CPU if x.device.type == "cpu" else QUERIES_AT_A_TIME
+def _queries_at_a_time(x: Tensor, dropout: float) -> int:
+    if x.device.type != "cpu":
+        return QUERIES_AT_A_TIME
+    return QUERIES_AT_A_TIME_WITH_DROPOUT_ON_CPU if dropout else QUERIES_AT_A_TIME_ON_CPU
 
 
 def _no_autocast(x: Tensor):
@@ -163,20 +167,21 @@ def _add_piece(piece: Piece, query, key, value, flat_out, flat_lse, dropout: flo
     """Writes or merges one piece's results; returns which probabilities it kept, if any were dropped."""
     q, k, v = (some_heads(x, piece.heads) for x in (query, key, value))
     flats = [some_heads(x, piece.heads, dim=1) for x in (flat_out, flat_lse)]
-    keep = _new_keep_mask(piece, q) if dropout else None
+    keep = _KeepMask(_new_keep_mask(piece, q)) if dropout else None
     chunk: Any  # of the piece's own kind
-    for chunk in piece.chunks(_queries_at_a_time(query)):
+    for chunk in piece.chunks(_queries_at_a_time(query, dropout)):
+        tiles = _tiles(piece, chunk, q, k, v)
         chunk_keep = None
         if keep is not None:
-            chunk_keep = piece.kept(keep, chunk)
-            chunk_keep.copy_(draw_keep_mask(chunk_keep.shape, dropout, keep.device))
-        results = forward_kernel(_tiles(piece, chunk, q, k, v), chunk_keep, dropout)
+            chunk_keep = keep.next_part(tiles)
+            draw_keep_mask(chunk_keep, dropout)
+        results = forward_kernel(tiles, chunk_keep, dropout)
         if isinstance(piece, GatheredPiece):
             out, lse = (piece.queries(without_spare(flat, piece.shape), chunk) for flat in flats)
             results = _merge(out, lse, *results)
         for flat, tiles in zip(flats, results, strict=True):
             piece.write_queries(flat, tiles, chunk)
-    return [] if keep is None else [keep]
+    return [] if keep is None else [keep.flat]
 
 
 def attend_backward(grad_out, query, key, value, out, lse, kept, pieces, dropout) -> list[Tensor]:
@@ -189,7 +194,7 @@ def attend_backward(grad_out, query, key, value, out, lse, kept, pieces, dropout
     grads = [allocate(query.shape, dtype=sum_dtype) for allocate in new]
     for index, piece in enumerate(pieces):
         inputs = [some_heads(x, piece.heads) for x in (query, key, value, out, lse, grad_out)]
-        keep = kept[index] if dropout else None
+        keep = _KeepMask(kept[index]) if dropout else None
         _add_piece_gradients(piece, inputs, [some_heads(x, piece.heads) for x in grads], keep, dropout)
     return [grad.to(query.dtype) for grad in grads]
 
@@ -197,10 +202,10 @@ def attend_backward(grad_out, query, key, value, out, lse, kept, pieces, dropout
 def _add_piece_gradients(piece: Piece, inputs: list[Tensor], grads: list[Tensor], keep, dropout: float) -> None:
     query, key, value, out, lse, grad_out = inputs
     chunk: Any  # of the piece's own kind
-    for chunk in piece.chunks(_queries_at_a_time(query)):
+    for chunk in piece.chunks(_queries_at_a_time(query, dropout)):
         tiles = _tiles(piece, chunk, query, key, value)
         results = piece.queries(out, chunk), piece.log_sum_exp(lse, chunk), piece.queries(grad_out, chunk)
-        part = backward_kernel(tiles, *results, None if keep is None else piece.kept(keep, chunk), dropout)
+        part = backward_kernel(tiles, *results, None if keep is None else keep.next_part(tiles), dropout)
         if isinstance(piece, GatheredPiece):
             piece.add_queries(grads[0], part.query, chunk)
         else:
@@ -210,9 +215,23 @@ def _add_piece_gradients(piece: Piece, inputs: list[Tensor], grads: list[Tensor]
 
 
 def _new_keep_mask(piece: Piece, query: Tensor) -> Tensor:
-    """(T, H, Q, K), to be drawn chunk by chunk."""
-    num_tiles, num_queries, num_keys = piece.keep_shape
-    return torch.empty(num_tiles, query.shape[2], num_queries, num_keys, dtype=torch.bool, device=query.device)
+    """A byte for every score of a piece."""
+    return torch.empty(piece.scores_per_head * query.shape[2], dtype=torch.uint8, device=query.device)
+
+
+class _KeepMask:
+    """Which probabilities of a piece dropout keeps: what its chunks of tiles take, one after the other."""
+
+    def __init__(self, flat: Tensor):
+        self.flat = flat
+        self.start = 0
+
+    def next_part(self, tiles: Tiles) -> Tensor:
+        """(T, H, Q, K) of the next chunk's tiles."""
+        num_tiles, num_queries, num_heads, _ = tiles.query.shape
+        shape = num_tiles, num_heads, num_queries, tiles.key.shape[1]
+        start, self.start = self.start, self.start + math.prod(shape)
+        return self.flat[start : self.start].view(shape)
 
 
 def _tiles(piece: Piece, chunk: Any, query: Tensor, key: Tensor, value: Tensor) -> Tiles:

@@ -53,9 +53,9 @@ class WholePiece:
     heads = None
 
     @property
-    def keep_shape(self) -> tuple[int, int, int]:
-        """(T, Q, K) of all tiles."""
-        return self.shape[0], self.shape[1], self.shape[1]
+    def scores_per_head(self) -> int:
+        """T * Q * K."""
+        return self.shape[0] * self.shape[1] * self.shape[1]
 
     def chunks(self, queries_at_a_time: int) -> Iterator[RowChunk]:
         step = max(1, queries_at_a_time // self.shape[1])
@@ -70,9 +70,6 @@ class WholePiece:
         if self.bias is None or self.bias.shape[0] == 1:
             return self.bias
         return self.bias[chunk.first : chunk.last]
-
-    def kept(self, keep: Tensor, chunk: RowChunk) -> Tensor:
-        return keep[chunk.first : chunk.last]
 
     def write_queries(self, flat: Tensor, tiles: Tensor, chunk: RowChunk) -> None:
         without_spare(flat, self.shape)[chunk.first : chunk.last] = tiles
@@ -129,10 +126,9 @@ class WindowPiece:
         return ceil_div(self.shape[1], self.dilation * self.queries_per_tile)
 
     @property
-    def keep_shape(self) -> tuple[int, int, int]:
-        """(T, Q, K) of all tiles, as if none were cut short by the end of its row."""
-        tiles = self.shape[0] * self.dilation * self.tiles_per_class
-        return tiles, self.queries_per_tile, self.before + self.queries_per_tile + self.after
+    def scores_per_head(self) -> int:
+        """T * Q * K, as if no tile were cut short by the end of its row."""
+        return self.shape[0] * self.dilation * self.tiles_per_class * self.band.numel()
 
     def chunks(self, queries_at_a_time: int) -> Iterator[WindowChunk]:
         (batch_size, length), size = self.shape, self.queries_per_tile
@@ -201,12 +197,6 @@ class WindowPiece:
             bias = torch.where(own[:, :, None] == other[:, None], bias, torch.finfo(bias.dtype).min)
         return bias[:, None]
 
-    def kept(self, keep: Tensor, chunk: WindowChunk) -> Tensor:
-        """The chunk's part of a (T, H, Q, K) tensor."""
-        by_row = keep.unflatten(0, (self.shape[0], self.dilation, -1))
-        tiles = by_row[chunk.rows, chunk.residue, chunk.tiles].flatten(0, 1)
-        return tiles[:, :, : self._num_queries(chunk), : chunk.columns.stop - chunk.columns.start]
-
     def write_queries(self, flat: Tensor, tiles: Tensor, chunk: WindowChunk) -> None:
         self.queries(without_spare(flat, self.shape), chunk).copy_(tiles)
 
@@ -245,9 +235,9 @@ class GatheredPiece:
     heads: list[int] | None = None
 
     @property
-    def keep_shape(self) -> tuple[int, int, int]:
-        """(T, Q, K) of all tiles."""
-        return self.key_index.shape[0], self.queries_per_tile, self.key_index.shape[1]
+    def scores_per_head(self) -> int:
+        """T * Q * K."""
+        return self.key_index.numel() * self.queries_per_tile
 
     def chunks(self, queries_at_a_time: int) -> Iterator[TileChunk]:
         num_tiles = self.key_index.shape[0]
@@ -286,9 +276,6 @@ class GatheredPiece:
 
     def chunk_bias(self, chunk: TileChunk) -> Tensor:
         return self.bias[chunk.first : chunk.last]
-
-    def kept(self, keep: Tensor, chunk: TileChunk) -> Tensor:
-        return keep[chunk.first : chunk.last]
 
     def write_queries(self, flat: Tensor, tiles: Tensor, chunk: TileChunk) -> None:
         if self.query_index is None:
