@@ -83,18 +83,18 @@ LOG2_E = math.log2(math.e)
 
 def explicit_forward(tiles: Tiles, keep: Tensor | None = None, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
     """The fused kernel's twin in plain operations: any device, and dropout on the probabilities."""
-    num_tiles = tiles.query.shape[0]
     outs, lses = [], []
-    for heads, q, k, v, bias in _by_heads(tiles):
-        weights = _scores(q, k, bias, num_tiles)
+    for heads, q, k, v, bias in _head_groups(tiles):
+        weights = _scores(q, k, bias)
         largest = weights.amax(-1, keepdim=True)
         weights.sub_(largest).exp2_()
         total = weights.sum(-1, keepdim=True)
         if keep is not None:
             weights.mul_(keep[:, heads].flatten(0, 1))
         outs.append(torch.bmm(weights.to(v.dtype), v) / (total * (1.0 - dropout)))
-        lses.append((largest + total.log2()) / LOG2_E)
-    return _join_heads(outs, num_tiles).to(tiles.query.dtype), _join_heads(lses, num_tiles).squeeze(-1)
+        lses.append((largest + total.log2()) * (1.0 / LOG2_E))
+    out, lse = (_join_heads(torch.stack(parts), tiles) for parts in (outs, lses))
+    return out.to(tiles.query.dtype), lse.squeeze(-1)
 
 
 def explicit_backward(
@@ -105,42 +105,56 @@ def explicit_backward(
     keep: Tensor | None = None,
     dropout: float = 0.0,
 ) -> TileGradients:
-    num_tiles = tiles.query.shape[0]
-    grads: list[list[Tensor]] = [[], [], []]
+    groups = _head_groups(tiles)
+    grads = [_room_for(x, groups) for x in tiles[:3]]
     # What every score's gradient has in common: sum_j p_ij dp_ij, which equals out_i . grad_out_i.
     common = (out.to(lse.dtype) * grad_out.to(lse.dtype)).sum(-1, keepdim=True)
     lse, grad_out = (lse * LOG2_E).unsqueeze(-1), grad_out * (1.0 / (1.0 - dropout))
-    for heads, q, k, v, bias in _by_heads(tiles):
+    for grad_q, grad_k, grad_v, (heads, q, k, v, bias) in zip(*grads, groups, strict=True):
         g = _some_heads(grad_out, heads).to(v.dtype)
-        probabilities = _scores(q, k, bias, num_tiles).sub_(_some_heads(lse, heads)).exp2_()
+        probabilities = _scores(q, k, bias).sub_(_some_heads(lse, heads)).exp2_()
         kept = probabilities if keep is None else probabilities * keep[:, heads].flatten(0, 1)
         grad_scores = torch.bmm(g, v.transpose(1, 2)).to(probabilities.dtype)
         grad_scores.mul_(kept).addcmul_(probabilities, _some_heads(common, heads), value=-1.0)
         kept, grad_scores = kept.to(v.dtype), grad_scores.to(v.dtype)
-        # `q` holds the factor of the scores, which the gradient of k has too.
-        grads[0].append(torch.bmm(grad_scores, k))
-        grads[1].append(torch.bmm(grad_scores.transpose(1, 2), q))
-        grads[2].append(torch.bmm(kept.transpose(1, 2), g))
-    grad_query, grad_key, grad_value = (_join_heads(parts, num_tiles) for parts in grads)
-    return TileGradients(grad_query.mul_(score_scale(tiles.query)), grad_key.mul_(1.0 / LOG2_E), grad_value)
+        torch.bmm(grad_scores, k, out=grad_q)
+        torch.bmm(grad_scores.transpose(1, 2), q, out=grad_k)
+        torch.bmm(kept.transpose(1, 2), g, out=grad_v)
+    # What scores were multiplied by, and queries hold already (in units of log 2), but keys don't.
+    grads[0].mul_(score_scale(tiles.query))
+    grads[1].mul_(1.0 / LOG2_E)
+    return TileGradients(*(_join_heads(grad, tiles) for grad in grads))
 
 
 def score_scale(query: Tensor) -> float:
     return 1.0 / math.sqrt(query.shape[-1])
 
 
-def _by_heads(tiles: Tiles) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor | None]]:
-    """Some heads h at a time: queries (T * h, Q, D) with the scores' factor, keys and values (T * h, K, D), and bias."""
-    # One head at a time on CPUs, whose caches then hold the scores; all at once elsewhere.
+class HeadGroup(NamedTuple):
+    """Some heads h of tiles: queries (T * h, Q, D) multiplied as scores are, keys and values (T * h, K, D), and bias
+    (T, 1 or h, Q, K)."""
+
+    heads: slice
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+
+
+def _head_groups(tiles: Tiles) -> list[HeadGroup]:
+    """One head at a time on CPUs, whose caches then hold the scores; all at once elsewhere."""
     num_heads, on_cpu = tiles.query.shape[2], tiles.query.device.type == "cpu"
     step = 1 if on_cpu and not torch.compiler.is_compiling() else num_heads
     dtype = torch.promote_types(tiles.query.dtype, torch.float32) if on_cpu else tiles.query.dtype
     query, key, value = (x.to(dtype) for x in tiles[:3])
     query = query * (score_scale(query) * LOG2_E)
+    all_bias = None if tiles.bias is None else tiles.bias.expand(query.shape[0], -1, -1, -1)
+    groups = []
     for head in range(0, num_heads, step):
         heads = slice(head, head + step)
-        bias = tiles.bias if tiles.bias is None or tiles.bias.shape[1] == 1 else tiles.bias[:, heads]
-        yield heads, *(_some_heads(x, heads) for x in (query, key, value)), bias
+        bias = all_bias if all_bias is None or all_bias.shape[1] == 1 else all_bias[:, heads]
+        groups.append(HeadGroup(heads, *(_some_heads(x, heads) for x in (query, key, value)), bias))
+    return groups
 
 
 def _some_heads(x: Tensor, heads: slice) -> Tensor:
@@ -148,17 +162,24 @@ def _some_heads(x: Tensor, heads: slice) -> Tensor:
     return x[:, :, heads].transpose(1, 2).flatten(0, 1)
 
 
-def _join_heads(parts: list[Tensor], num_tiles: int) -> Tensor:
-    """(T * h, Q, D) of consecutive heads to (T, Q, H, D)."""
-    return torch.cat([part.unflatten(0, (num_tiles, -1)).transpose(1, 2) for part in parts], 2)
+def _room_for(x: Tensor, groups: list[HeadGroup]) -> Tensor:
+    """(groups, T * h, Q, D) for results in the shape of (T, Q, H, D)."""
+    num_tiles, size, num_heads, head_size = x.shape
+    return groups[0].value.new_empty(len(groups), num_tiles * num_heads // len(groups), size, head_size)
 
 
-def _scores(query: Tensor, key: Tensor, bias: Tensor | None, num_tiles: int) -> Tensor:
+def _join_heads(results: Tensor, tiles: Tiles) -> Tensor:
+    """(groups, T * h, Q, D) to (T, Q, H, D), without a copy if there is one group or one head in each."""
+    return results.unflatten(1, (tiles.query.shape[0], -1)).permute(1, 3, 0, 2, 4).flatten(2, 3)
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
     """(T * h, Q, K) biased scores in at least float32."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    if bias is not None and query.shape[0] == num_tiles and query.dtype == dtype:
-        return torch.baddbmm(bias[:, 0].to(dtype), query, key.transpose(1, 2))
-    scores = torch.bmm(query, key.transpose(1, 2)).to(dtype)
-    if bias is not None:
-        scores.unflatten(0, (num_tiles, -1)).add_(bias)
-    return scores
+    if bias is None or query.dtype != dtype or torch.compiler.is_exporting():
+        scores = torch.bmm(query, key.transpose(1, 2)).to(dtype)
+        return scores if bias is None else (scores.unflatten(0, (bias.shape[0], -1)) + bias).flatten(0, 1)
+    # The product is added to the bias: cheaper than the bias to the product.
+    scores = query.new_empty(query.shape[0], query.shape[1], key.shape[1])
+    scores.unflatten(0, (bias.shape[0], -1)).copy_(bias)
+    return scores.baddbmm_(query, key.transpose(1, 2))
