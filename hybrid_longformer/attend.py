@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from .kernels import Tiles, backward_kernel, can_fuse, draw_keep_mask, forward_kernel
-from .pieces import GatheredPiece, Piece, WholePiece, pack_pieces, some_heads, unpack_pieces, without_spare
+from .pieces import (
+    GatheredPiece,
+    Piece,
+    WholePiece,
+    WindowPiece,
+    pack_pieces,
+    some_heads,
+    unpack_pieces,
+    without_spare,
+)
 
 # Queries worked on at a time. Measured on CPU: temporaries of this size stay in the cache and are reused by the
 # allocator instead of being mapped anew (twice as many gathered keys took a fifth longer, often double), and memory
@@ -130,7 +139,9 @@ def attend_forward(query, key, value, pieces, real, dropout) -> tuple[Tensor, Te
     else:
         flat_out, flat_lse = _new_results(query, pieces)
         for piece in pieces:
-            kept += _add_piece(piece, query, key, value, flat_out, flat_lse, dropout)
+            # With dropout, backward goes through the same tiles.
+            tiled = piece.halved() if isinstance(piece, WindowPiece) and not dropout else piece
+            kept += _add_piece(tiled, query, key, value, flat_out, flat_lse, dropout)
         out, lse = (_drop_spare(flat, query.shape[:2]) for flat in (flat_out, flat_lse))
     if real is not None:
         out.masked_fill_(~real[..., None, None], 0.0)
@@ -178,9 +189,10 @@ def _add_piece(piece: Piece, query, key, value, flat_out, flat_lse, dropout: flo
         results = forward_kernel(tiles, chunk_keep, dropout)
         if isinstance(piece, GatheredPiece):
             out, lse = (piece.queries(without_spare(flat, piece.shape), chunk) for flat in flats)
-            results = _merge(out, lse, *results)
-        for flat, tiles in zip(flats, results, strict=True):
-            piece.write_queries(flat, tiles, chunk)
+            _merge(out, lse, *results)
+            results = out, lse
+        for flat, result in zip(flats, results, strict=True):
+            piece.write_queries(flat, result, chunk)
     return [] if keep is None else [keep.flat]
 
 
@@ -238,11 +250,14 @@ def _tiles(piece: Piece, chunk: Any, query: Tensor, key: Tensor, value: Tensor) 
     return Tiles(piece.queries(query, chunk), piece.keys(key, chunk), piece.keys(value, chunk), piece.chunk_bias(chunk))
 
 
-def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two outputs and log-sum-exps as one softmax."""
+def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Makes the first output and log-sum-exp those of both, in place, as one softmax."""
     weight = torch.sigmoid(other_lse - lse)[..., None]
-    merged = torch.lerp(out.to(weight.dtype), other_out.to(weight.dtype), weight).to(out.dtype)
-    return merged, torch.logaddexp(lse, other_lse)
+    if out.dtype == weight.dtype:
+        out.lerp_(other_out, weight)
+    else:
+        out.copy_(torch.lerp(out.to(weight.dtype), other_out.to(weight.dtype), weight))
+    lse.copy_(torch.logaddexp(lse, other_lse))
 
 
 # One operator for torch.compile, which then neither unrolls the loop over tiles nor recompiles for every length. Its

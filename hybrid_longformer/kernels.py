@@ -7,7 +7,6 @@ Letters: H heads, D head size, T tiles, Q queries per tile, K keys per tile.
 """
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -71,7 +70,7 @@ def draw_keep_mask(keep: Tensor, dropout: float) -> None:
     if torch.compiler.is_compiling() or keep.device.type != "cpu":
         keep.copy_(torch.rand(keep.shape, device=keep.device) >= dropout)
         return
-    # Four 16-bit decisions from each 64-bit draw over the whole range: a fifth of the time of bernoulli_. Bytes, because
+    # Four 16-bit decisions from each 64-bit draw over the whole range: a fifth of the time of bernoulli_. Bytes, as
     # comparing to bools and multiplying by them take several times as long.
     words = torch.empty(-(-keep.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     torch.ge(words.view(torch.int16)[: keep.numel()], round(dropout * 2**16) - 2**15, out=keep.view(-1))
@@ -153,7 +152,8 @@ def _head_groups(tiles: Tiles) -> list[HeadGroup]:
     for head in range(0, num_heads, step):
         heads = slice(head, head + step)
         bias = all_bias if all_bias is None or all_bias.shape[1] == 1 else all_bias[:, heads]
-        groups.append(HeadGroup(heads, *(_some_heads(x, heads) for x in (query, key, value)), bias))
+        q, k, v = (_some_heads(x, heads) for x in (query, key, value))
+        groups.append(HeadGroup(heads, q, k, v, bias))
     return groups
 
 

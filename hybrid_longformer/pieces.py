@@ -11,7 +11,7 @@ Letters: B batch, N tokens, H heads, D head size, T tiles, Q queries per tile, K
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -119,6 +119,12 @@ class WindowPiece:
     band: Tensor
     key_bias: Tensor | None = None
     document: Tensor | None = None
+
+    def halved(self) -> "WindowPiece":
+        """The same edges in tiles half as large, which read fewer keys that no query of theirs sees. Gradients want
+        larger ones, as those of keys that several tiles read have to be added up."""
+        size = max(self.queries_per_tile // 2, min(self.queries_per_tile, 16))
+        return replace(self, queries_per_tile=size, band=self.band[:size, : self.before + size + self.after])
 
     @property
     def tiles_per_class(self) -> int:
@@ -278,9 +284,8 @@ class GatheredPiece:
         return self.bias[chunk.first : chunk.last]
 
     def write_queries(self, flat: Tensor, tiles: Tensor, chunk: TileChunk) -> None:
-        if self.query_index is None:
-            flat[self._slots(chunk)] = tiles.flatten(0, 1)
-        else:
+        """Puts back what `queries` read and was changed in place; views of runs of tokens are in their place."""
+        if self.query_index is not None:
             flat.index_copy_(0, self.query_index[self._slots(chunk)], tiles.flatten(0, 1))
 
     def add_queries(self, total: Tensor, tiles: Tensor, chunk: TileChunk) -> None:

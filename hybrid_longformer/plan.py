@@ -93,34 +93,36 @@ def whole_piece(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> 
     batch_size, length = batch.shape
     is_full = length <= pattern.window // 2 + 1 and max(pattern.dilation_per_head) == 1
     if batch.real is None and batch.document is None:
-        if is_full and not pattern.is_causal:
-            return WholePiece(shape=batch.shape, bias=None)
-        edges = plain_edges(pattern, batch)
-    else:
-        edges = dense_mask(
-            batch.edges(pattern),
-            batch_size=batch_size,
-            num_heads=pattern.num_heads,
-            length=length,
-            device=batch.position.device,
-        )
+        is_whole = is_full and not pattern.is_causal
+        return WholePiece(shape=batch.shape, bias=None if is_whole else plain_bias(pattern, batch, dtype))
+    edges = dense_mask(
+        batch.edges(pattern),
+        batch_size=batch_size,
+        num_heads=pattern.num_heads,
+        length=length,
+        device=batch.position.device,
+    )
     return WholePiece(shape=batch.shape, bias=as_bias(edges, dtype))
 
 
-def plain_edges(pattern: AttentionPattern, batch: Batch) -> Tensor:
-    """(B or 1, H or 1, N, N) of rows that are one document each, without padding: no test of every pair of tokens."""
-    length, device = batch.shape[1], batch.position.device
-    offset = torch.arange(1 - length, length, device=device)  # of a key from its query
-    edges = _by_offset(_in_window(pattern, offset))  # (N, N) or (H, N, N)
-    if pattern.num_random_blocks and length >= pattern.shortest_random_document:
-        size = pattern.block_size
-        far = _far_blocks(pattern, ceil_div(length, size), device)
-        far = far[:, None, :, None].expand(-1, size, -1, size).reshape(far.shape[0] * size, -1)
-        edges |= far[:length, :length]
-    edges = edges.view(1, -1, length, length)
+def plain_bias(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> Tensor:
+    """(B or 1, H or 1, N, N) of rows that are one document each, without padding: no test of every pair of tokens.
+
+    A bias times 0 is an edge, times 1 it stays as it is: several times faster than choosing by bools.
+    """
+    length, size, device = batch.shape[1], pattern.block_size, batch.position.device
+    draws_blocks = pattern.num_random_blocks > 0 and length >= pattern.shortest_random_document
+    num_blocks = ceil_div(length, size)
+    whole = num_blocks * size if draws_blocks else length
+    offset = torch.arange(1 - whole, whole, device=device)  # of a key from its query
+    bias = _by_offset(as_bias(_in_window(pattern, offset), dtype)).view(1, -1, whole, whole)
+    if draws_blocks:
+        not_drawn = ~_far_blocks(pattern, num_blocks, device)
+        bias.view(-1, num_blocks, size, num_blocks, size).mul_(not_drawn.to(dtype)[:, None, :, None])
+    bias = bias[..., :length, :length]
     if batch.is_global is not None:
-        edges = edges | batch.is_global[:, None, None]
-    return edges & _by_offset(offset <= 0) if pattern.is_causal else edges
+        bias = bias * (~batch.is_global).to(dtype)[:, None, None]
+    return torch.minimum(bias, _by_offset(as_bias(offset <= 0, dtype))[:length, :length]) if pattern.is_causal else bias
 
 
 def _far_blocks(pattern: AttentionPattern, num_blocks: int, device: torch.device) -> Tensor:
@@ -190,17 +192,16 @@ def heads_by_dilation(dilation_per_head: Sequence[int]) -> list[tuple[int, list[
 
 
 def queries_per_tile(window: int) -> int:
-    """Small tiles read fewer keys that no query of theirs sees. Measured: about W / 8, and twice that for training,
-    where the gradients of keys that several tiles read have to be added up."""
-    tiles_per_window = 4 if torch.is_grad_enabled() else 8
+    """About W / 4, measured for training; forward passes halve it (see `WindowPiece.halved`)."""
     size = 16
-    while size * tiles_per_window < window and size * tiles_per_window < 512:
+    while size * 4 < window and size < 128:
         size *= 2
     return size
 
 
 def gathered_window(piece: WindowPiece, dtype: torch.dtype) -> GatheredPiece:
     """The same edges with keys read by index, for exported graphs: they serve all lengths, so can't cut rows up."""
+    piece = piece.halved()
     (batch_size, length), device = piece.shape, piece.band.device
     num_tiles, size, num_keys = piece.tiles_per_class, piece.queries_per_tile, piece.band.shape[1]
     residue = torch.arange(piece.dilation, device=device)[:, None, None]

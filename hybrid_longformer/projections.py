@@ -90,7 +90,7 @@ def _absorb(x, q, key_weight, value_weight, value_bias, bias, dropout: float) ->
     by_head = q.permute(2, 0, 1, 3).flatten(1, 2) * (1.0 / math.sqrt(head_size))  # (H, B * G, D)
     absorbed = torch.bmm(by_head, key_weight.unflatten(0, (num_heads, head_size)))
     absorbed = _to_rows(absorbed, batch_size)  # (B, H * G, E)
-    scores = torch.bmm(absorbed, x.transpose(1, 2))  # (B, H * G, N)
+    scores = _times_inputs(absorbed, x)  # (B, H * G, N)
     if bias is not None:
         scores = (scores.unflatten(1, (num_heads, num_rows)) + bias.to(scores.dtype)).flatten(1, 2)
     probabilities = torch.softmax(scores, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
@@ -106,6 +106,11 @@ def _absorb(x, q, key_weight, value_weight, value_bias, bias, dropout: float) ->
 def _total_weight(kept: Tensor, q: Tensor, dropout: float) -> Tensor | float:
     """(B, G, H, 1) the sum of a row's probabilities."""
     return kept.sum(-1).view(q.shape[0], q.shape[2], q.shape[1], 1).transpose(1, 2) if dropout else 1.0
+
+
+def _times_inputs(few: Tensor, x: Tensor) -> Tensor:
+    """(B, H * G, E) times (B, N, E) to (B, H * G, N); the product the other way round takes half as long again."""
+    return torch.bmm(x, few.transpose(1, 2)).transpose(1, 2).contiguous()
 
 
 def _to_rows(x: Tensor, batch_size: int) -> Tensor:
@@ -134,7 +139,7 @@ class _Absorb(torch.autograd.Function):
         grad = grad_rows.permute(2, 0, 1, 3).flatten(1, 2)  # (H, B * G, D)
         grad_mixed = _to_rows(torch.bmm(grad, value_weight.unflatten(0, heads)), batch_size)  # (B, H * G, E)
         grad_value_weight = torch.bmm(grad.transpose(1, 2), _to_heads(mixed, num_heads)).flatten(0, 1)
-        grad_kept = torch.bmm(grad_mixed, x.transpose(1, 2))  # (B, H * G, N)
+        grad_kept = _times_inputs(grad_mixed, x)  # (B, H * G, N)
         grad_value_bias = None
         if value_bias is not None:
             grad_value_bias = (grad_rows * _total_weight(kept, q, ctx.dropout)).sum((0, 1)).flatten()
