@@ -108,13 +108,16 @@ def explicit_backward(
     grads = [_room_for(x, groups) for x in tiles[:3]]
     # What every score's gradient has in common: sum_j p_ij dp_ij, which equals out_i . grad_out_i.
     common = (out.to(lse.dtype) * grad_out.to(lse.dtype)).sum(-1, keepdim=True)
-    lse, grad_out = (lse * LOG2_E).unsqueeze(-1), grad_out * (1.0 / (1.0 - dropout))
+    lse, grad_out = (lse * LOG2_E).unsqueeze(-1), grad_out if keep is None else grad_out * (1.0 / (1.0 - dropout))
     for grad_q, grad_k, grad_v, (heads, q, k, v, bias) in zip(*grads, groups, strict=True):
-        g = _some_heads(grad_out, heads).to(v.dtype)
-        probabilities = _scores(q, k, bias).sub_(_some_heads(lse, heads)).exp2_()
-        kept = probabilities if keep is None else probabilities * keep[:, heads].flatten(0, 1)
+        g, own_common = _some_heads(grad_out, heads).to(v.dtype), _some_heads(common, heads)
+        probabilities = kept = _scores(q, k, bias, lse[:, :, heads].transpose(1, 2)).exp2_()
         grad_scores = torch.bmm(g, v.transpose(1, 2)).to(probabilities.dtype)
-        grad_scores.mul_(kept).addcmul_(probabilities, _some_heads(common, heads), value=-1.0)
+        if keep is None:
+            grad_scores.sub_(own_common).mul_(probabilities)
+        else:
+            kept = probabilities * keep[:, heads].flatten(0, 1)
+            grad_scores.mul_(kept).addcmul_(probabilities, own_common, value=-1.0)
         kept, grad_scores = kept.to(v.dtype), grad_scores.to(v.dtype)
         torch.bmm(grad_scores, k, out=grad_q)
         torch.bmm(grad_scores.transpose(1, 2), q, out=grad_k)
@@ -173,13 +176,15 @@ def _join_heads(results: Tensor, tiles: Tiles) -> Tensor:
     return results.unflatten(1, (tiles.query.shape[0], -1)).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
-def _scores(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
-    """(T * h, Q, K) biased scores in at least float32."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, shift: Tensor | None = None) -> Tensor:
+    """(T * h, Q, K) scores in at least float32, plus `bias` (T, 1 or h, Q, K), minus `shift` (T, h, Q, 1)."""
+    dtype, keys = torch.promote_types(query.dtype, torch.float32), key.transpose(1, 2)
     if bias is None or query.dtype != dtype or torch.compiler.is_exporting():
-        scores = torch.bmm(query, key.transpose(1, 2)).to(dtype)
-        return scores if bias is None else (scores.unflatten(0, (bias.shape[0], -1)) + bias).flatten(0, 1)
-    # The product is added to the bias: cheaper than the bias to the product.
+        scores = torch.bmm(query, keys).to(dtype)
+        scores = scores if bias is None else (scores.unflatten(0, (bias.shape[0], -1)) + bias).flatten(0, 1)
+        return scores if shift is None else scores.sub_(shift.flatten(0, 1))
+    # The product is added to what else there is: cheaper than adding that to the product.
     scores = query.new_empty(query.shape[0], query.shape[1], key.shape[1])
-    scores.unflatten(0, (bias.shape[0], -1)).copy_(bias)
-    return scores.baddbmm_(query, key.transpose(1, 2))
+    by_tile = scores.unflatten(0, (bias.shape[0], -1))
+    by_tile.copy_(bias) if shift is None else torch.sub(bias, shift, out=by_tile)
+    return scores.baddbmm_(query, keys)
