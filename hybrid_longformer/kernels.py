@@ -48,7 +48,11 @@ def backward_kernel(tiles: Tiles, out, lse, grad_out, keep, dropout: float) -> T
 
 
 def can_fuse(query: Tensor) -> bool:
-    return _HAS_FUSED_CPU_KERNEL and query.device.type == "cpu" and not torch.compiler.is_exporting()
+    return _HAS_FUSED_CPU_KERNEL and _is_on_cpu(query) and not torch.compiler.is_exporting()
+
+
+def _is_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"
 
 
 def fused_forward(tiles: Tiles) -> tuple[Tensor, Tensor]:
@@ -67,7 +71,7 @@ def fused_backward(tiles: Tiles, out: Tensor, lse: Tensor, grad_out: Tensor) -> 
 
 def draw_keep_mask(keep: Tensor, dropout: float) -> None:
     """Fills a contiguous uint8 tensor with 1, or 0 with probability `dropout`."""
-    if torch.compiler.is_compiling() or keep.device.type != "cpu":
+    if torch.compiler.is_compiling() or not _is_on_cpu(keep):
         keep.copy_(torch.rand(keep.shape, device=keep.device) >= dropout)
         return
     # Four 16-bit decisions from each 64-bit draw over the whole range: a fifth of the time of bernoulli_. Bytes, as
@@ -145,7 +149,7 @@ class HeadGroup(NamedTuple):
 
 def _head_groups(tiles: Tiles) -> list[HeadGroup]:
     """One head at a time on CPUs, whose caches then hold the scores; all at once elsewhere."""
-    num_heads, on_cpu = tiles.query.shape[2], tiles.query.device.type == "cpu"
+    num_heads, on_cpu = tiles.query.shape[2], _is_on_cpu(tiles.query)
     step = 1 if on_cpu and not torch.compiler.is_compiling() else num_heads
     dtype = torch.promote_types(tiles.query.dtype, torch.float32) if on_cpu else tiles.query.dtype
     query, key, value = (x.to(dtype) for x in tiles[:3])
