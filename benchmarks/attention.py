@@ -1,6 +1,6 @@
 """Attention benchmark: the hybrid layer beside HF Longformer's and dense attention, in time, memory and scaling.
 
-    python -m benchmarks.attention            # everything, about ten minutes on two cores
+    python -m benchmarks.attention            # everything, about a quarter of an hour on two cores
     python -m benchmarks.attention --quick    # a first impression
 
 Contenders take turns within each round, so that whatever else the machine does hits all of them alike. Ratios are
@@ -300,7 +300,7 @@ def fill_in(args: argparse.Namespace) -> None:
     if args.scaling_lengths is None:
         args.scaling_lengths = QUICK_SCALING_LENGTHS if args.quick else SCALING_LENGTHS
     if args.rounds is None:
-        args.rounds = [QUICK_ROUNDS if args.quick else min(max(40_000 // length, 3), 20) for length in args.lengths]
+        args.rounds = [QUICK_ROUNDS if args.quick else min(max(40_000 // length, 3), 60) for length in args.lengths]
     if len(args.rounds) == 1:
         args.rounds *= len(args.lengths)
 

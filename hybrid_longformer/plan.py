@@ -121,7 +121,9 @@ def plain_bias(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> T
         bias.view(-1, num_blocks, size, num_blocks, size).mul_(not_drawn.to(dtype)[:, None, :, None])
     bias = bias[..., :length, :length]
     if batch.is_global is not None:
-        bias = bias * (~batch.is_global).to(dtype)[:, None, None]
+        is_ordinary = (~batch.is_global).to(dtype)[:, None, None]
+        # In place where the rows are one: memory is mapped anew for another bias, which takes longer than the product.
+        bias = bias.mul_(is_ordinary) if batch.shape[0] == 1 else bias * is_ordinary
     return torch.minimum(bias, _by_offset(as_bias(offset <= 0, dtype))[:length, :length]) if pattern.is_causal else bias
 
 
