@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .kernels import Tiles, backward_kernel, can_fuse, draw_keep_mask, forward_kernel
 from .pieces import (
@@ -108,6 +109,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out):
         query, key, value, out, lse, *kept = ctx.saved_tensors
         with _no_autocast(query):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_longformer import kernels
+from hybrid_longformer import HybridSparseAttention, kernels
 from hybrid_longformer.kernels import Tiles, draw_keep_mask, explicit_backward, explicit_forward
 
 TILES, QUERIES, KEYS, HEADS, HEAD_SIZE = 3, 5, 11, 4, 8
@@ -70,3 +70,12 @@ def test_explicit_kernels_in_half_precision(dtype: torch.dtype, device_kind: str
     assert out.dtype == dtype and lse.dtype == torch.float32
     for ours, truth in zip((out, lse, *grads), (exact_out, exact_lse, *exact_grads), strict=True):
         assert (ours.double() - truth).abs().max() <= 8 * torch.finfo(dtype).eps * max(1.0, truth.abs().max().item())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_second_derivatives_are_refused_and_not_wrong(dropout: float) -> None:
+    module = HybridSparseAttention(hidden_size=16, num_heads=2, attention_window=8, dropout=dropout)
+    x = torch.randn(1, 40, 16, requires_grad=True)
+    (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
