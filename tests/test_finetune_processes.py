@@ -102,4 +102,6 @@ def test_a_divided_model_trains_as_a_whole_one(work, tmp_path, task, config):
     assert first == second
     saved = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("alone", "divided")]
     assert saved[0].keys() == saved[1].keys()
-    assert max((saved[0][name] - saved[1][name]).abs().max().item() for name in saved[0]) < 1e-3
+    # The loss does not depend on what is added to all logits: this bias follows rounding errors, which Adam enlarges.
+    weights = saved[0].keys() - {"qa_outputs.bias"}
+    assert max((saved[0][name] - saved[1][name]).abs().max().item() for name in weights) < 1e-4
