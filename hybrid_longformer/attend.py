@@ -10,7 +10,7 @@ Letters: B batch, N tokens, H heads, D head size, G global tokens, T tiles, Q qu
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -41,11 +41,12 @@ UNSEEN = torch.inf
 
 
 class OtherRows(NamedTuple):
-    """Rows that pieces don't compute: `values` (B, G, H, D) go to the tokens `places` (B, G) where `is_used` (B, G)."""
+    """Rows that pieces don't compute: `values` (B, G, H, D) go to the tokens `places` (B, G), all or, unless that is
+    None, those where `is_used` (B, G)."""
 
     values: Tensor
     places: Tensor
-    is_used: Tensor
+    is_used: Tensor | None
 
 
 def attend(
@@ -121,16 +122,17 @@ def put_rows(x: Tensor, rows: OtherRows, *, in_place: bool = False) -> Tensor:
     """(B, N, ...) with those rows in their places. Unused ones point at other tokens, which stay as they are."""
     trailing = [1] * (x.dim() - 2)
     places = rows.places.view(*rows.places.shape, *trailing).expand(-1, -1, *x.shape[2:])
-    is_used = rows.is_used.view(*rows.is_used.shape, *trailing)
-    values = torch.where(is_used, rows.values.to(x.dtype), x.gather(1, places))
+    values = rows.values.to(x.dtype)
+    if rows.is_used is not None:
+        values = torch.where(rows.is_used.view(*rows.is_used.shape, *trailing), values, x.gather(1, places))
     return x.scatter_(1, places, values) if in_place else x.scatter(1, places, values)
 
 
 def _other_rows_gradient(grad_out: Tensor, index: Tensor | None, is_used: Tensor | None) -> Tensor | None:
-    if index is None or is_used is None:
+    if index is None:
         return None
     taken = grad_out.gather(1, index[..., None, None].expand(-1, -1, *grad_out.shape[2:]))
-    return taken.masked_fill_(~is_used[..., None, None], 0.0)
+    return taken if is_used is None else taken.masked_fill_(~is_used[..., None, None], 0.0)
 
 
 def attend_forward(query, key, value, pieces, real, dropout) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -181,9 +183,7 @@ def _add_piece(piece: Piece, query, key, value, flat_out, flat_lse, dropout: flo
     q, k, v = (some_heads(x, piece.heads) for x in (query, key, value))
     flats = [some_heads(x, piece.heads, dim=1) for x in (flat_out, flat_lse)]
     keep = _KeepMask(_new_keep_mask(piece, q)) if dropout else None
-    chunk: Any  # of the piece's own kind
-    for chunk in piece.chunks(_queries_at_a_time(query, dropout)):
-        tiles = _tiles(piece, chunk, q, k, v)
+    for chunk, tiles in _chunks_of_tiles(piece, q, k, v, dropout):
         chunk_keep = None
         if keep is not None:
             chunk_keep = keep.next_part(tiles)
@@ -215,9 +215,7 @@ def attend_backward(grad_out, query, key, value, out, lse, kept, pieces, dropout
 
 def _add_piece_gradients(piece: Piece, inputs: list[Tensor], grads: list[Tensor], keep, dropout: float) -> None:
     query, key, value, out, lse, grad_out = inputs
-    chunk: Any  # of the piece's own kind
-    for chunk in piece.chunks(_queries_at_a_time(query, dropout)):
-        tiles = _tiles(piece, chunk, query, key, value)
+    for chunk, tiles in _chunks_of_tiles(piece, query, key, value, dropout):
         results = piece.queries(out, chunk), piece.log_sum_exp(lse, chunk), piece.queries(grad_out, chunk)
         part = backward_kernel(tiles, *results, None if keep is None else keep.next_part(tiles), dropout)
         if isinstance(piece, GatheredPiece):
@@ -248,8 +246,15 @@ class _KeepMask:
         return self.flat[start : self.start].view(shape)
 
 
-def _tiles(piece: Piece, chunk: Any, query: Tensor, key: Tensor, value: Tensor) -> Tiles:
-    return Tiles(piece.queries(query, chunk), piece.keys(key, chunk), piece.keys(value, chunk), piece.chunk_bias(chunk))
+def _chunks_of_tiles(
+    piece: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float
+) -> Iterator[tuple[Any, Tiles]]:
+    """What to work on at a time: each chunk, of the piece's own kind, with its tiles, which hold until the next one."""
+    at_a_time = _queries_at_a_time(query, dropout)
+    rooms = [piece.room_for_keys(x, at_a_time) for x in (key, value)]
+    for chunk in piece.chunks(at_a_time):
+        keys, values = (piece.keys(x, chunk, room) for x, room in zip((key, value), rooms, strict=True))
+        yield chunk, Tiles(piece.queries(query, chunk), keys, values, piece.chunk_bias(chunk))
 
 
 def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:

@@ -64,7 +64,13 @@ class WholePiece:
     def queries(self, x: Tensor, chunk: RowChunk) -> Tensor:
         return x[chunk.first : chunk.last]
 
-    keys = log_sum_exp = queries
+    log_sum_exp = queries
+
+    def keys(self, x: Tensor, chunk: RowChunk, room: None = None) -> Tensor:
+        return self.queries(x, chunk)
+
+    def room_for_keys(self, x: Tensor, queries_at_a_time: int) -> None:
+        """Views need none."""
 
     def chunk_bias(self, chunk: RowChunk) -> Tensor | None:
         if self.bias is None or self.bias.shape[0] == 1:
@@ -185,7 +191,10 @@ class WindowPiece:
 
     log_sum_exp = queries
 
-    def keys(self, x: Tensor, chunk: WindowChunk) -> Tensor:
+    def room_for_keys(self, x: Tensor, queries_at_a_time: int) -> None:
+        """Views need none."""
+
+    def keys(self, x: Tensor, chunk: WindowChunk, room: None = None) -> Tensor:
         """(B, N, ...) to a view of (T, K, ...), whose tiles overlap."""
         return self._view(x, chunk, chunk.keys.start, chunk.columns.stop - chunk.columns.start)
 
@@ -250,8 +259,11 @@ class GatheredPiece:
         if torch.compiler.is_exporting():
             # A graph for all lengths can't loop over them.
             return iter([TileChunk(0, num_tiles)])
-        step = max(1, queries_at_a_time // self.queries_per_tile)
+        step = self._tiles_at_a_time(queries_at_a_time)
         return (TileChunk(first, min(first + step, num_tiles)) for first in range(0, num_tiles, step))
+
+    def _tiles_at_a_time(self, queries_at_a_time: int) -> int:
+        return max(1, queries_at_a_time // self.queries_per_tile)
 
     def _slots(self, chunk: TileChunk) -> slice:
         return slice(chunk.first * self.queries_per_tile, chunk.last * self.queries_per_tile)
@@ -275,10 +287,18 @@ class GatheredPiece:
         is_empty = self.query_index[self._slots(chunk)] == self.shape[0] * self.shape[1]
         return tiles.masked_fill(is_empty.view(*tiles.shape[:2], 1), torch.inf)
 
-    def keys(self, x: Tensor, chunk: TileChunk) -> Tensor:
+    def room_for_keys(self, x: Tensor, queries_at_a_time: int) -> Tensor | None:
+        """Memory for the keys of one chunk after the other: mapping it anew takes longer than copying them."""
+        if torch.compiler.is_exporting():
+            return None
+        num_tiles = min(self._tiles_at_a_time(queries_at_a_time), self.key_index.shape[0])
+        return x.new_empty(num_tiles * self.key_index.shape[1], *x.shape[2:])
+
+    def keys(self, x: Tensor, chunk: TileChunk, room: Tensor | None = None) -> Tensor:
         """(B, N, ...) to (T, K, ...)."""
         index = self.key_index[chunk.first : chunk.last]
-        return x.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
+        out = None if room is None else room[: index.numel()]
+        return torch.index_select(x.flatten(0, 1), 0, index.flatten(), out=out).unflatten(0, index.shape)
 
     def chunk_bias(self, chunk: TileChunk) -> Tensor:
         return self.bias[chunk.first : chunk.last]
@@ -300,7 +320,8 @@ class GatheredPiece:
 
 
 def _add_rows(total: Tensor, index: Tensor, tiles: Tensor) -> None:
-    total.flatten(0, 1).index_add_(0, index, tiles.flatten(0, 1).to(total.dtype))
+    # Adding rows that don't lie in one piece takes many times as long as making them so.
+    total.flatten(0, 1).index_add_(0, index, tiles.flatten(0, 1).to(total.dtype).contiguous())
 
 
 Piece = WholePiece | WindowPiece | GatheredPiece
