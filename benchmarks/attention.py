@@ -28,7 +28,7 @@ from transformers import LongformerConfig
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
 from hybrid_longformer import AttentionPattern, HybridSelfAttention
-from hybrid_longformer.batch import count_global_slots, describe_batch
+from hybrid_longformer.batch import describe_batch
 from hybrid_longformer.plan import build_plans
 
 from .plots import draw
@@ -120,7 +120,6 @@ class Hybrid(nn.Module):
             length=x.shape[1],
             device=x.device,
             global_mask=self.global_mask,
-            num_global_slots=count_global_slots(self.global_mask),
         )
         (plan,) = build_plans([self.pattern], batch, dtype=x.dtype)
         return self.attention(x, plan)[0]

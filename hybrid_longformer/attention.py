@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .attend import OtherRows
 from .backend import BACKENDS, check_implementation, dense_context, dense_probabilities, plan_edges
-from .batch import Batch, check_mask, check_shape, count_global_slots, describe_batch
+from .batch import Batch, check_mask, check_shape, describe_batch
 from .configuration_hybrid_longformer import HybridLongformerConfig
 from .plan import LayerPlan, as_bias, build_plans
 from .projections import absorbed_rows, is_plain, project
@@ -64,7 +64,8 @@ class HybridSelfAttention(nn.Module):
         """Returns the (B, N, E) output and, if asked for, the (B, H, N, N) map of probabilities before dropout."""
         layers = (self.query, self.key, self.value)
         global_places = plan.batch.global_index if self.separate_global_projections else None
-        q, k, v, *global_x = project(x, layers, global_places)
+        # The key's bias adds the same to every score of a row: the softmax loses it, the global context does not.
+        q, k, v, *global_x = project(x, layers, global_places, unbiased=None if self.global_context else self.key)
         q, k, v = (self._split_heads(y) for y in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         attention_map = None
@@ -96,7 +97,7 @@ class HybridSelfAttention(nn.Module):
         return torch.where(is_global[:, None, :, None], rows, probabilities)
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, self.head_size))
+        return x.view(*x.shape[:-1], self.num_heads, self.head_size)
 
     def _mix_by_map(self, x, v, attention_map, plan: LayerPlan, dropout: float) -> Tensor:
         """The oracle's way: the dense map itself mixes the values, so that gradients pass through it."""
@@ -110,7 +111,7 @@ class HybridSelfAttention(nn.Module):
     def _global_rows(self, x, q, k, v, global_x=None, *, plan: LayerPlan, dropout: float) -> OtherRows:
         """The rows of the global tokens, which see everything; `global_x` are their inputs."""
         places, is_used = plan.batch.global_index, plan.batch.is_global_slot
-        assert places is not None and is_used is not None
+        assert places is not None
         bias = global_row_bias(plan, k.dtype)
         if global_x is None:
             at_places = places[..., None, None].expand(-1, -1, self.num_heads, self.head_size)
@@ -282,7 +283,7 @@ class HybridSparseAttention(nn.Module):
             padding_mask=padding_mask,
             global_mask=global_mask,
             document_ids=document_ids,
-            num_global_slots=count_global_slots(global_mask, self.max_global_tokens, padding_mask=padding_mask),
+            max_global_tokens=self.max_global_tokens,
         )
         with_pieces = self.attn_implementation == "sdpa"
         (plan,) = build_plans([self.pattern], batch, dtype=bias_dtype(x), with_pieces=with_pieces)

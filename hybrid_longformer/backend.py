@@ -136,7 +136,8 @@ def flex_mask(pattern: AttentionPattern, batch: Batch):
     length = batch.shape[1]
     ordinary = batch.ordinary_keys
     edges = batch.edges(pattern)
-    global_index, is_global_slot = batch.global_index, batch.is_global_slot
+    global_index = batch.global_index
+    is_global_slot = None if global_index is None else batch.used_global_slots
 
     def allows(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         in_row = j < length

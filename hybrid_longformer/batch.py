@@ -4,6 +4,7 @@ Letters: B batch, N tokens, G global tokens, R random blocks, S block size.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from .pattern import (
 
 # Global slots of a compiled or exported graph, whose shapes may not depend on how many tokens a batch marks global.
 COMPILED_GLOBAL_SLOTS = 64
+BEYOND_ANY_LENGTH = 2**40
 
 
 @dataclass(kw_only=True)
@@ -35,7 +37,7 @@ class Batch:
         position: (B, N) the token's place among the real tokens of its own document.
         document_length: (B, N) the number of real tokens of that document.
         global_index: (B, G) the global tokens of each row in order, then other distinct tokens to fill up.
-        is_global_slot: (B, G) which of those slots hold a global token.
+        is_global_slot: (B, G) which of those slots hold a global token, or None when all do.
     """
 
     real: Tensor | None
@@ -53,6 +55,14 @@ class Batch:
     @property
     def num_global_slots(self) -> int:
         return 0 if self.global_index is None else self.global_index.shape[1]
+
+    @property
+    def used_global_slots(self) -> Tensor:
+        """(B, G) which global slots hold a global token."""
+        assert self.global_index is not None
+        return (
+            torch.ones_like(self.global_index, dtype=torch.bool) if self.is_global_slot is None else self.is_global_slot
+        )
 
     @property
     def ordinary_keys(self) -> Tensor:
@@ -90,7 +100,8 @@ def describe_batch(
     padding_mask: Tensor | None = None,
     global_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
-    num_global_slots: int = 0,
+    max_global_tokens: int | None = None,
+    num_extra_global_tokens: int = 0,
 ) -> Batch:
     """Works out a batch's facts from its masks, with tensor operations only.
 
@@ -98,7 +109,10 @@ def describe_batch(
         padding_mask: (B, N), nonzero for real tokens.
         global_mask: (B, N), nonzero for global tokens.
         document_ids: (B, N); each run of equal values is one document.
-        num_global_slots: G, at least the largest number of global tokens in a row (see `count_global_slots`).
+        max_global_tokens: a promise that no row marks more tokens global (then nothing is read back from the device),
+            or None to count them.
+        num_extra_global_tokens: how many tokens at the start of every row are global whatever the caller marked; the
+            promise leaves them out.
     """
     real = None if padding_mask is None else padding_mask.bool()
     document = None if document_ids is None else _number_runs(document_ids)
@@ -108,14 +122,15 @@ def describe_batch(
     else:
         position, document_length = place_in_document(torch.ones_like(index) if real is None else real.long(), document)
     is_global = global_index = is_global_slot = None
-    if global_mask is not None and num_global_slots:
+    if global_mask is not None:
         is_global = global_mask.bool() if real is None else global_mask.bool() & real
-        # Globals first and in order, then the row's other tokens: all slots are distinct, so they can be written back.
-        rank = torch.where(is_global, length - index, -index)
-        # An exported graph keeps its number of slots, and takes inputs of at least as many tokens.
-        slots = num_global_slots if torch.compiler.is_exporting() else min(num_global_slots, length)
-        global_index = rank.topk(slots, dim=1).indices
-        is_global_slot = is_global.gather(1, global_index)
+        slots = _count_global_slots(is_global, max_global_tokens, num_extra_global_tokens)
+        if slots.number:
+            # Globals first and in order, then the row's other tokens: all are distinct, so they can be written back.
+            global_index = (is_global * BEYOND_ANY_LENGTH - index).topk(slots.number, dim=1).indices
+            is_global_slot = None if slots.all_used else is_global.gather(1, global_index)
+        else:
+            is_global = None
     return Batch(
         real=real,
         is_global=is_global,
@@ -143,28 +158,28 @@ def place_in_document(counted: Tensor, document: Tensor | None) -> tuple[Tensor,
     return (seen - before - 1).clamp(min=0), per_document.gather(1, document)
 
 
-def count_global_slots(
-    global_mask: Tensor | None, limit: int | None = None, *, padding_mask: Tensor | None = None
-) -> int:
+class _GlobalSlots(NamedTuple):
+    number: int
+    all_used: bool
+
+
+def _count_global_slots(is_global: Tensor, limit: int | None, num_extra: int) -> _GlobalSlots:
     """How many slots the plan keeps for global tokens: the one number that must be known before shapes are.
 
-    Args:
-        padding_mask: (B, N); marks on padding don't count.
-        limit: a promise that no row has more (then nothing is read back from the device), or None to count. A graph
-            that is being compiled or exported can't count: it keeps `COMPILED_GLOBAL_SLOTS`.
+    A graph that is being compiled or exported can't count: without a limit it keeps `COMPILED_GLOBAL_SLOTS`.
     """
-    if global_mask is None:
-        return 0
-    is_global = global_mask.bool() if padding_mask is None else global_mask.bool() & padding_mask.bool()
     if limit is None and not torch.compiler.is_compiling():
-        return int(is_global.sum(1).max())
-    slots = COMPILED_GLOBAL_SLOTS if limit is None else limit
-    if not torch.compiler.is_exporting():
-        torch._assert_async(
-            (is_global.sum(1) <= slots).all(),
-            f"a row marks more than {slots} tokens global; set max_global_tokens to the most you use",
-        )
-    return slots
+        counts = is_global.sum(1).tolist()
+        return _GlobalSlots(max(counts), all_used=min(counts) == max(counts))
+    slots = (COMPILED_GLOBAL_SLOTS if limit is None else limit) + num_extra
+    if torch.compiler.is_exporting():
+        # An exported graph keeps its number of slots, and takes inputs of at least as many tokens.
+        return _GlobalSlots(slots, all_used=False)
+    torch._assert_async(
+        (is_global.sum(1) <= slots).all(),
+        f"a row marks more than {slots - num_extra} tokens global; set max_global_tokens to the most you use",
+    )
+    return _GlobalSlots(min(slots, is_global.shape[1]), all_used=False)
 
 
 def check_shape(name: str, tensor: Tensor | None, shape: tuple[int, int]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from .backend import plan_edges
-from .batch import count_global_slots, describe_batch
+from .batch import describe_batch
 from .configuration_hybrid_longformer import HybridLongformerConfig
 from .conversion_report import Stage, Verification
 from .conversion_source import ConversionError
@@ -171,7 +171,6 @@ def graph_masks(config: HybridLongformerConfig, padding_mask: Tensor, global_mas
         device=padding_mask.device,
         padding_mask=padding_mask,
         global_mask=global_mask,
-        num_global_slots=count_global_slots(global_mask),
     )
     plans = build_plans(config.attention_patterns(), batch, dtype=torch.float32, with_pieces=False)
     return [as_bias(plan_edges(plan), torch.float32) for plan in plans]

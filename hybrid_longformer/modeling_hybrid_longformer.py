@@ -29,7 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention import bias_dtype
 from .backend import check_implementation
-from .batch import Batch, count_global_slots, describe_batch, place_in_document
+from .batch import Batch, describe_batch, place_in_document
 from .configuration_hybrid_longformer import HybridLongformerConfig
 from .decoder import HybridLongformerDecoder, tied_layers
 from .inputs import (
@@ -196,7 +196,6 @@ class HybridLongformerModel(HybridLongformerPreTrainedModel):
         document_ids: Tensor | None,
     ) -> tuple[Tensor, Batch]:
         """The batch's facts; the extra global tokens, if any, are put before every row."""
-        slots = count_global_slots(global_attention_mask, self.config.max_global_tokens, padding_mask=attention_mask)
         if self.extra_global_tokens is not None:
             batch_size, extra = hidden_states.shape[0], self.config.num_extra_global_tokens
             tokens = self.extra_global_tokens.to(hidden_states.dtype).expand(batch_size, -1, -1)
@@ -205,7 +204,6 @@ class HybridLongformerModel(HybridLongformerPreTrainedModel):
                 global_attention_mask = hidden_states.new_zeros(batch_size, hidden_states.shape[1] - extra).long()
             global_attention_mask = F.pad(global_attention_mask, (extra, 0), value=1)
             attention_mask = None if attention_mask is None else F.pad(attention_mask, (extra, 0), value=1)
-            slots += extra
         batch = describe_batch(
             batch_size=hidden_states.shape[0],
             length=hidden_states.shape[1],
@@ -213,7 +211,8 @@ class HybridLongformerModel(HybridLongformerPreTrainedModel):
             padding_mask=attention_mask,
             global_mask=global_attention_mask,
             document_ids=document_ids,
-            num_global_slots=slots,
+            max_global_tokens=self.config.max_global_tokens,
+            num_extra_global_tokens=self.config.num_extra_global_tokens,
         )
         return hidden_states, batch
 

@@ -112,6 +112,10 @@ class AttentionPattern:
         """The fewest tokens for which any random block can be drawn."""
         return (self.near_blocks + 1) * self.block_size + 1
 
+    def seed_matters(self, num_blocks: int) -> bool:
+        """Whether a document of so many blocks has blocks to choose from, and doesn't get all or none of them."""
+        return self.num_random_blocks > 0 and num_blocks > self.near_blocks + 1 + self.num_random_blocks
+
     def window_predicate(self, device: torch.device) -> Predicate:
         if max(self.dilation_per_head) == 1:
             return local(self.window)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .batch import Batch, count_global_slots, describe_batch
+from .batch import Batch, describe_batch
 from .configuration_hybrid_longformer import HybridLongformerConfig
 from .pattern import AttentionPattern, Predicate, global_tokens
 
@@ -250,7 +250,6 @@ def one_row_batch(
         padding_mask=(torch.arange(length) < length - padding)[None] if padding else None,
         global_mask=global_mask,
         document_ids=documents,
-        num_global_slots=count_global_slots(global_mask),
     )
 
 

@@ -9,7 +9,7 @@ T tiles, Q queries per tile, K keys per tile.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .batch import Batch
 from .pattern import AttentionPattern, ceil_div, dense_mask
-from .pieces import GatheredPiece, Piece, WholePiece, WindowPiece
+from .pieces import GatheredPiece, Piece, WholePiece, WindowPiece, some_heads
 
 
 @dataclass(kw_only=True)
@@ -62,6 +62,8 @@ class _PieceBuilder:
         # Reading every key is no more work than reading the tiles' keys: still O(N), and one piece instead of three.
         window_keys = pattern.window + queries_per_tile(pattern.window)
         if not is_exporting and length <= window_keys + random_keys + num_global:
+            if not pattern.seed_matters(ceil_div(length, pattern.block_size)):
+                pattern = replace(pattern, seed=0)  # one piece for all layers
             return self._once((pattern,), lambda: [whole_piece(pattern, self.batch, self.dtype)])
         windows = self._once(
             (pattern.window, pattern.dilation_per_head, pattern.is_causal),
@@ -106,52 +108,78 @@ def whole_piece(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> 
 
 
 def plain_bias(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """(B or 1, H or 1, N, N) of rows that are one document each, without padding: no test of every pair of tokens.
+    """(B or 1, H or 1, N, N) of rows that are one document each, without padding.
 
-    A bias times 0 is an edge, times 1 it stays as it is: several times faster than choosing by bools.
+    Made block by block, which is faster than testing every pair of tokens: the blocks that are hidden as a whole, then
+    those that hold the edge of a window, which are alike along each diagonal.
     """
-    length, size, device = batch.shape[1], pattern.block_size, batch.position.device
-    draws_blocks = pattern.num_random_blocks > 0 and length >= pattern.shortest_random_document
-    num_blocks = ceil_div(length, size)
-    whole = num_blocks * size if draws_blocks else length
-    offset = torch.arange(1 - whole, whole, device=device)  # of a key from its query
-    bias = _by_offset(as_bias(_in_window(pattern, offset), dtype)).view(1, -1, whole, whole)
-    if draws_blocks:
-        not_drawn = ~_far_blocks(pattern, num_blocks, device)
-        bias.view(-1, num_blocks, size, num_blocks, size).mul_(not_drawn.to(dtype)[:, None, :, None])
-    bias = bias[..., :length, :length]
+    length, device = batch.shape[1], batch.position.device
+    num_heads = 1 if len(set(pattern.dilation_per_head)) == 1 else pattern.num_heads
+    blocks = _block_bias(pattern, ceil_div(length, pattern.block_size), dtype, device, num_heads=num_heads)
+    for dilation, heads in heads_by_dilation(pattern.dilation_per_head):
+        for distance in _cut_distances(pattern, blocks.shape[1]):
+            tile, own_blocks = (
+                _window_tile(pattern, dilation, distance, dtype, device),
+                some_heads(blocks, heads, dim=0),
+            )
+            own_blocks.diagonal(distance, 1, 3).copy_(tile[..., None])
+            if distance:
+                own_blocks.diagonal(-distance, 1, 3).copy_(tile.T[..., None])
+    bias = blocks.flatten(3).flatten(1, 2)[None, :, :length, :length]
     if batch.is_global is not None:
-        is_ordinary = (~batch.is_global).to(dtype)[:, None, None]
-        # In place where the rows are one: memory is mapped anew for another bias, which takes longer than the product.
-        bias = bias.mul_(is_ordinary) if batch.shape[0] == 1 else bias * is_ordinary
-    return torch.minimum(bias, _by_offset(as_bias(offset <= 0, dtype))[:length, :length]) if pattern.is_causal else bias
+        bias = _unhide_globals(bias, batch)
+    if pattern.is_causal:
+        bias = torch.minimum(bias, bias.new_full((length, length), torch.finfo(dtype).min).triu(1))
+    return bias
 
 
-def _far_blocks(pattern: AttentionPattern, num_blocks: int, device: torch.device) -> Tensor:
-    """(blocks, blocks) the blocks drawn for each block of a document."""
-    block = torch.arange(num_blocks, device=device)
+def _block_bias(
+    pattern: AttentionPattern, num_blocks: int, dtype: torch.dtype, device: torch.device, *, num_heads: int
+) -> Tensor:
+    """(H or 1, blocks, S, blocks, S) with the blocks hidden that are neither near nor drawn."""
+    size = pattern.block_size
     if num_blocks <= pattern.near_blocks + 1 + pattern.num_random_blocks:
-        # No block has more of them beyond its window than are drawn.
-        return (block[:, None] - block).abs() > pattern.near_blocks
-    drawn = pattern.draw(block, block.new_full((1,), num_blocks))  # (blocks, R)
-    return (drawn[..., None] == block).any(1)
+        # All blocks that are not near are drawn.
+        return torch.zeros(num_heads, num_blocks, size, num_blocks, size, dtype=dtype, device=device)
+    block = torch.arange(num_blocks, device=device)
+    is_seen = (block[:, None] - block).abs() <= pattern.near_blocks
+    if pattern.num_random_blocks:
+        drawn = pattern.draw(block, block.new_full((1,), num_blocks))  # (blocks, R)
+        is_seen = is_seen | (drawn[..., None] == block).any(1)
+    return as_bias(is_seen, dtype)[:, None, :, None].expand(num_heads, -1, size, -1, size).contiguous()
 
 
-def _in_window(pattern: AttentionPattern, offset: Tensor) -> Tensor:
-    """Whether keys at an offset from their query are in its window, for every head if these differ."""
-    reach, dilation = pattern.window // 2, pattern.dilation_per_head[0]
-    if max(pattern.dilation_per_head) == 1:
-        return offset.abs() <= reach
-    if len(set(pattern.dilation_per_head)) == 1:
-        return (offset.abs() <= dilation * reach) & (offset % dilation == 0)
-    dilations = torch.tensor(pattern.dilation_per_head, device=offset.device)[:, None]
-    return (offset.abs() <= dilations * reach) & (offset % dilations == 0)
+def _cut_distances(pattern: AttentionPattern, num_blocks: int) -> range:
+    """The numbers of blocks between query and key at which windows may see some of a block's keys and not others."""
+    is_dilated = max(pattern.dilation_per_head) > 1
+    first = 0 if is_dilated else (pattern.window // 2 + 1) // pattern.block_size
+    return range(first, min(pattern.near_blocks, num_blocks - 1) + 1)
 
 
-def _by_offset(values: Tensor) -> Tensor:
-    """(..., N, N) whose entry i, j is that of the offset j - i in (..., 2 N - 1)."""
-    length = (values.shape[-1] + 1) // 2
-    return values.unfold(-1, length, 1).flip(-2)
+def _window_tile(
+    pattern: AttentionPattern, dilation: int, distance: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """(S, S) the bias between queries and the keys so many blocks behind them."""
+    size, reach = pattern.block_size, dilation * (pattern.window // 2)
+    if dilation == 1 and distance:
+        # Such keys come after their queries: they are seen up to a diagonal.
+        lowest = torch.finfo(dtype).min
+        return torch.full((size, size), lowest, dtype=dtype, device=device).triu(reach + 1 - distance * size)
+    place = torch.arange(size, device=device)
+    offset = distance * size + place - place[:, None]
+    return as_bias((offset.abs() <= reach) & (offset % dilation == 0), dtype)
+
+
+def _unhide_globals(bias: Tensor, batch: Batch) -> Tensor:
+    """Every token sees the global ones of its row. The bias of a single row is changed in place: memory is mapped anew
+    for another one, which takes longer than the change."""
+    if batch.shape[0] == 1 and batch.is_global_slot is None:
+        assert batch.global_index is not None
+        return bias.index_fill_(-1, batch.global_index[0], 0.0)
+    # Times 0 there is an edge, times 1 it stays as it is: several times faster than choosing by bools.
+    assert batch.is_global is not None
+    is_ordinary = (~batch.is_global).to(bias.dtype)[:, None, None]
+    return bias.mul_(is_ordinary) if batch.shape[0] == 1 else bias * is_ordinary
 
 
 def window_pieces(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> list[Piece]:
@@ -233,8 +261,8 @@ def gathered_window(piece: WindowPiece, dtype: torch.dtype) -> GatheredPiece:
 
 def global_piece(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> GatheredPiece:
     """Every query reads the global tokens of its row (of its document, when packed; of its past, when causal)."""
-    assert batch.global_index is not None and batch.is_global_slot is not None
-    edges = batch.is_global_slot[:, None]  # (B, 1, G)
+    assert batch.global_index is not None
+    edges = batch.used_global_slots[:, None]  # (B, 1, G)
     if batch.document is not None:
         edges = edges & (batch.document[:, :, None] == batch.document.gather(1, batch.global_index)[:, None])
     if pattern.is_causal:
@@ -326,9 +354,9 @@ def random_piece(
     key, edges = random_keys(pattern, batch, slots)
     total_blocks = key.shape[1]
     if with_globals:
-        assert batch.global_index is not None and batch.is_global_slot is not None
+        assert batch.global_index is not None
         key = torch.cat([key, batch.global_index[:, None].expand(-1, total_blocks, -1)], dim=-1)
-        edges = torch.cat([edges, batch.is_global_slot[:, None].expand(-1, total_blocks, -1)], dim=-1)
+        edges = torch.cat([edges, batch.used_global_slots[:, None].expand(-1, total_blocks, -1)], dim=-1)
     edges = edges[:, :, None]  # (B, M / S, 1, K)
     if pattern.is_causal:
         edges = edges & (key[:, :, None] <= slots.token.view(batch_size, total_blocks, size, 1))

@@ -22,13 +22,25 @@ def is_plain(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and not has_hooks and not hasattr(layer, "_hf_hook")
 
 
-def project(x: Tensor, layers: Sequence[nn.Module], places: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Every layer's output for (B, N, E) inputs and, if asked for, the inputs of the tokens `places` (B, G)."""
+def project(
+    x: Tensor, layers: Sequence[nn.Module], places: Tensor | None = None, *, unbiased: nn.Linear | None = None
+) -> tuple[Tensor, ...]:
+    """Every layer's output for (B, N, E) inputs and, if asked for, the inputs of the tokens `places` (B, G).
+
+    Args:
+        unbiased: the layer whose bias nothing depends on. Where it is plain the bias is left out, which saves a pass
+            over its output, and has a gradient of zeros.
+    """
     if places is not None:
         places = places[..., None].expand(-1, -1, x.shape[-1])
     if _takes_gradients_by_hand(x) and all(is_plain(layer) and layer.bias is not None for layer in layers):
-        return _Project.apply(x, places, *(layer.weight for layer in layers), *(layer.bias for layer in layers))
-    outputs = tuple(layer(x) for layer in layers)
+        is_biased = [layer is not unbiased for layer in layers]
+        weights, biases = (layer.weight for layer in layers), (layer.bias for layer in layers)
+        return _Project.apply(x, places, is_biased, *weights, *biases)
+    # Autograd and compiled graphs would lose sight of a bias that isn't used.
+    leaves_out = unbiased is not None and is_plain(unbiased)
+    leaves_out = leaves_out and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    outputs = tuple(F.linear(x, unbiased.weight) if unbiased is layer and leaves_out else layer(x) for layer in layers)
     return outputs if places is None else (*outputs, x.gather(1, places))
 
 
@@ -39,16 +51,20 @@ def _takes_gradients_by_hand(x: Tensor) -> bool:
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, places, *parameters):
+    def forward(ctx: Any, x, places, is_biased, *parameters):
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+        ctx.is_biased = is_biased
         ctx.save_for_backward(x, places, *weights)
-        outputs = tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        outputs = tuple(
+            F.linear(x, weight, bias if counts else None)
+            for weight, bias, counts in zip(weights, biases, is_biased, strict=True)
+        )
         return outputs if places is None else (*outputs, x.gather(1, places))
 
     @staticmethod
     def backward(ctx: Any, *grads):
         x, places, *weights = ctx.saved_tensors
-        needs_x, _, *needed = ctx.needs_input_grad
+        needs_x, _, _, *needed = ctx.needs_input_grad
         flat_x, flat_grads = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads[: len(weights)]]
         grad_x = None
         if needs_x:
@@ -59,8 +75,11 @@ class _Project(torch.autograd.Function):
             if places is not None:
                 grad_x.scatter_add_(1, places, grads[-1])
         of_weights = [grad.T @ flat_x if needed[i] else None for i, grad in enumerate(flat_grads)]
-        of_biases = [grad.sum(0) if needed[len(weights) + i] else None for i, grad in enumerate(flat_grads)]
-        return grad_x, None, *of_weights, *of_biases
+        of_biases = [
+            (grad.sum(0) if ctx.is_biased[i] else grad.new_zeros(grad.shape[1])) if needed[len(weights) + i] else None
+            for i, grad in enumerate(flat_grads)
+        ]
+        return grad_x, None, None, *of_weights, *of_biases
 
 
 def absorbed_rows(
@@ -87,8 +106,10 @@ def absorbed_rows(
 def _absorb(x, q, key_weight, value_weight, value_bias, bias, dropout: float) -> tuple[Tensor, ...]:
     """The rows, and what their gradients need: absorbed queries, probabilities, which were kept, and mixed inputs."""
     batch_size, num_rows, num_heads, head_size = q.shape
-    by_head = q.permute(2, 0, 1, 3).flatten(1, 2) * (1.0 / math.sqrt(head_size))  # (H, B * G, D)
-    absorbed = torch.bmm(by_head, key_weight.unflatten(0, (num_heads, head_size)))
+    key_weight, value_weight = (weight.unflatten(0, (num_heads, head_size)) for weight in (key_weight, value_weight))
+    by_head = q.permute(2, 0, 1, 3).reshape(num_heads, -1, head_size)  # (H, B * G, D)
+    nothing = q.new_zeros(1, 1, 1)
+    absorbed = torch.baddbmm(nothing, by_head, key_weight, alpha=1.0 / math.sqrt(head_size))
     absorbed = _to_rows(absorbed, batch_size)  # (B, H * G, E)
     scores = _times_inputs(absorbed, x)  # (B, H * G, N)
     if bias is not None:
@@ -96,21 +117,17 @@ def _absorb(x, q, key_weight, value_weight, value_bias, bias, dropout: float) ->
     probabilities = torch.softmax(scores, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
     kept = F.dropout(probabilities, dropout) if dropout else probabilities
     mixed = torch.bmm(kept, x)  # (B, H * G, E)
-    rows = torch.bmm(_to_heads(mixed, num_heads), value_weight.unflatten(0, (num_heads, head_size)).transpose(1, 2))
-    rows = rows.unflatten(1, (batch_size, num_rows)).permute(1, 2, 0, 3)
-    if value_bias is not None:
-        rows = rows + _total_weight(kept, q, dropout) * value_bias.view(num_heads, head_size)
+    added = nothing if value_bias is None else value_bias.view(num_heads, 1, head_size)
+    if dropout:
+        added = added * _to_heads(kept.sum(-1, keepdim=True), num_heads)  # what is kept may not add up to 1
+    rows = torch.baddbmm(added, _to_heads(mixed, num_heads), value_weight.transpose(1, 2))  # (H, B * G, D)
+    rows = rows.view(num_heads, batch_size, num_rows, head_size).permute(1, 2, 0, 3)
     return rows, absorbed, probabilities, kept, mixed
-
-
-def _total_weight(kept: Tensor, q: Tensor, dropout: float) -> Tensor | float:
-    """(B, G, H, 1) the sum of a row's probabilities."""
-    return kept.sum(-1).view(q.shape[0], q.shape[2], q.shape[1], 1).transpose(1, 2) if dropout else 1.0
 
 
 def _times_inputs(few: Tensor, x: Tensor) -> Tensor:
     """(B, H * G, E) times (B, N, E) to (B, H * G, N); the product the other way round takes half as long again."""
-    return torch.bmm(x, few.transpose(1, 2)).transpose(1, 2).contiguous()
+    return torch.bmm(x, few.transpose(1, 2)).transpose(1, 2)
 
 
 def _to_rows(x: Tensor, batch_size: int) -> Tensor:
@@ -139,12 +156,15 @@ class _Absorb(torch.autograd.Function):
         grad = grad_rows.permute(2, 0, 1, 3).flatten(1, 2)  # (H, B * G, D)
         grad_mixed = _to_rows(torch.bmm(grad, value_weight.unflatten(0, heads)), batch_size)  # (B, H * G, E)
         grad_value_weight = torch.bmm(grad.transpose(1, 2), _to_heads(mixed, num_heads)).flatten(0, 1)
-        grad_kept = _times_inputs(grad_mixed, x)  # (B, H * G, N)
+        grad_kept = _times_inputs(grad_mixed, x).contiguous()  # (B, H * G, N)
         grad_value_bias = None
         if value_bias is not None:
-            grad_value_bias = (grad_rows * _total_weight(kept, q, ctx.dropout)).sum((0, 1)).flatten()
-            of_weight = (grad_rows * value_bias.view(heads)).sum(-1).transpose(1, 2).flatten(1)  # (B, H * G)
-            grad_kept = grad_kept + of_weight[..., None]
+            of_bias = grad
+            if ctx.dropout:
+                of_bias = grad * _to_heads(kept.sum(-1, keepdim=True), num_heads)
+                of_total = (grad_rows * value_bias.view(heads)).sum(-1).transpose(1, 2).flatten(1)  # (B, H * G)
+                grad_kept = grad_kept + of_total[..., None]
+            grad_value_bias = of_bias.sum(1).flatten()
         # With dropout, p * grad_p = kept * grad_kept: what was kept holds the factor 1 / (1 - dropout).
         weighted = kept * grad_kept
         grad_scores = weighted - probabilities * weighted.sum(-1, keepdim=True)

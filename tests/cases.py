@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybrid_longformer import HybridSparseAttention
-from hybrid_longformer.batch import Batch, count_global_slots, describe_batch
+from hybrid_longformer.batch import Batch, describe_batch
 
 CPU = torch.device("cpu")
 
@@ -80,11 +80,7 @@ class Case:
         }
 
     def batch(self) -> Batch:
-        masks = self.masks()
-        slots = count_global_slots(masks["global_mask"])
-        return describe_batch(
-            batch_size=self.batch_size, length=self.length, device=CPU, num_global_slots=slots, **masks
-        )
+        return describe_batch(batch_size=self.batch_size, length=self.length, device=CPU, **self.masks())
 
     def inputs(self) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed + 1)

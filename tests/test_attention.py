@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybrid_longformer import HybridSparseAttention, kernels
 from hybrid_longformer.attend import attend
 from hybrid_longformer.backend import plan_edges
-from hybrid_longformer.batch import count_global_slots, describe_batch
+from hybrid_longformer.batch import describe_batch
 from hybrid_longformer.plan import build_plans, gathered_window, window_pieces
 from tests.cases import CPU, Case, cases
 
@@ -210,8 +210,7 @@ def test_padding_rows_and_all_padding_give_finite_results() -> None:
 
 
 def plan_of(module: HybridSparseAttention, x: torch.Tensor, **masks):
-    slots = count_global_slots(masks.get("global_mask"))
-    batch = describe_batch(batch_size=x.shape[0], length=x.shape[1], device=CPU, num_global_slots=slots, **masks)
+    batch = describe_batch(batch_size=x.shape[0], length=x.shape[1], device=CPU, **masks)
     return build_plans([module.pattern], batch, dtype=x.dtype)[0]
 
 
@@ -270,10 +269,11 @@ def test_plan_is_built_from_tensors_without_reading_them_back() -> None:
     names = {}
     for length in (3000, 24000):
         module = HybridSparseAttention(hidden_size=32, num_heads=2, attention_dilation=[1, 2])
-        masks = {name: torch.ones(2, length, dtype=torch.long) for name in ("padding_mask", "global_mask")}
+        masks = {"padding_mask": torch.ones(2, length, dtype=torch.long), "global_mask": torch.zeros(2, length).long()}
+        masks["global_mask"][:, :4] = 1
         masks["document_ids"] = torch.arange(length).expand(2, -1) // 1000
         with Watch() as watch:
-            batch = describe_batch(batch_size=2, length=length, device=CPU, num_global_slots=4, **masks)
+            batch = describe_batch(batch_size=2, length=length, device=CPU, max_global_tokens=4, **masks)
             build_plans([module.pattern] * 2, batch, dtype=torch.float32)
         names[length] = watch.names
         assert not {"aten::_local_scalar_dense", "aten::nonzero", "aten::item"} & set(watch.names)
@@ -289,6 +289,31 @@ def test_layers_share_what_their_patterns_share() -> None:
     assert first.pieces[0] is second.pieces[0]
     assert first.pieces[0] is not third.pieces[0]
     assert not torch.equal(first.pieces[1].key_index, second.pieces[1].key_index)
+
+
+def test_layers_share_short_rows_where_the_seed_does_not_matter() -> None:
+    from hybrid_longformer import HybridLongformerConfig
+
+    # Windows reach two blocks of 16: the first of 7 blocks has 4 beyond its window, and gets all of them.
+    config = HybridLongformerConfig(num_hidden_layers=2, attention_window=64, block_size=16, num_random_blocks=4)
+    for length, are_shared in ((7 * 16, True), (7 * 16 + 1, False)):
+        batch = describe_batch(batch_size=1, length=length, device=CPU)
+        first, second = build_plans(config.attention_patterns(), batch, dtype=torch.float32)
+        assert (first.pieces[0] is second.pieces[0]) == are_shared
+        biases_differ = not torch.equal(first.pieces[0].bias, second.pieces[0].bias)
+        assert biases_differ != are_shared
+
+
+@pytest.mark.parametrize(
+    ("marks", "used"), [([[1, 0, 1], [0, 1, 1]], None), ([[1, 0, 1], [0, 0, 1]], [[1, 1], [1, 0]])]
+)
+def test_slots_that_all_hold_global_tokens_need_no_mask(marks: list, used: list | None) -> None:
+    batch = describe_batch(batch_size=2, length=3, device=CPU, global_mask=torch.tensor(marks))
+    assert batch.num_global_slots == 2
+    assert (
+        used is None if batch.is_global_slot is None else torch.equal(batch.is_global_slot, torch.tensor(used).bool())
+    )
+    assert batch.used_global_slots.sum() == torch.tensor(marks).sum()
 
 
 @settings(max_examples=40)

@@ -8,7 +8,7 @@ import torch
 from matplotlib.colors import to_rgba
 
 from hybrid_longformer import AttentionPattern, HybridLongformerConfig, demo, pictures
-from hybrid_longformer.batch import count_global_slots, describe_batch
+from hybrid_longformer.batch import describe_batch
 from hybrid_longformer.pattern import dense_mask
 from hybrid_longformer.pictures import (
     RULE_COLOURS,
@@ -87,7 +87,6 @@ def test_rules_of_the_chosen_row_of_a_batch():
         length=30,
         device=torch.device("cpu"),
         global_mask=global_mask,
-        num_global_slots=count_global_slots(global_mask),
     )
     assert not (edge_rules(PLAIN, batch, row=0) == Rule.GLOBAL).any()
     assert (edge_rules(PLAIN, batch, row=1)[17] == Rule.GLOBAL).all()

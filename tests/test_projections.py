@@ -27,6 +27,31 @@ def test_project_has_the_gradients_of_its_layers(places: torch.Tensor | None) ->
         assert torch.allclose(one, other, atol=1e-12)
 
 
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_a_bias_that_nothing_depends_on_is_left_out(with_gradients: bool) -> None:
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    x = torch.randn(2, 7, 8)
+    with torch.set_grad_enabled(with_gradients):
+        outputs = project(x, layers, unbiased=layers[1])
+    assert torch.allclose(outputs[1] + layers[1].bias, layers[1](x), atol=1e-6)
+    for index in (0, 2):
+        assert torch.allclose(outputs[index], layers[index](x), atol=1e-6)
+    if with_gradients:
+        # Zeros, not None: several processes wait for every parameter's gradient.
+        sum(output.sum() for output in outputs).backward()
+        assert torch.equal(layers[1].bias.grad, torch.zeros(8))
+        assert torch.allclose(layers[0].bias.grad, torch.full((8,), 14.0))
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_the_bias_stays_where_the_layer_has_to_be_called(with_gradients: bool) -> None:
+    layers = [nn.Linear(8, 8) for _ in range(2)]
+    layers[1].register_forward_hook(lambda *arguments: None)
+    x = torch.randn(2, 7, 8)
+    with torch.set_grad_enabled(with_gradients):
+        assert torch.equal(project(x, layers, unbiased=layers[1])[1], layers[1](x))
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_absorbed_rows_have_exact_gradients(dropout: float, has_bias: bool) -> None:
