@@ -112,9 +112,13 @@ class AttentionPattern:
         """The fewest tokens for which any random block can be drawn."""
         return (self.near_blocks + 1) * self.block_size + 1
 
+    def reaches_all_blocks(self, num_blocks: int) -> bool:
+        """Whether every block of a document of so many is near or drawn, seen from any other."""
+        return num_blocks <= self.near_blocks + 1 + self.num_random_blocks
+
     def seed_matters(self, num_blocks: int) -> bool:
-        """Whether a document of so many blocks has blocks to choose from, and doesn't get all or none of them."""
-        return self.num_random_blocks > 0 and num_blocks > self.near_blocks + 1 + self.num_random_blocks
+        """Whether there are blocks to choose from in a document of so many."""
+        return self.num_random_blocks > 0 and not self.reaches_all_blocks(num_blocks)
 
     def window_predicate(self, device: torch.device) -> Predicate:
         if max(self.dilation_per_head) == 1:

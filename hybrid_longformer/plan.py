@@ -117,11 +117,9 @@ def plain_bias(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> T
     num_heads = 1 if len(set(pattern.dilation_per_head)) == 1 else pattern.num_heads
     blocks = _block_bias(pattern, ceil_div(length, pattern.block_size), dtype, device, num_heads=num_heads)
     for dilation, heads in heads_by_dilation(pattern.dilation_per_head):
-        for distance in _cut_distances(pattern, blocks.shape[1]):
-            tile, own_blocks = (
-                _window_tile(pattern, dilation, distance, dtype, device),
-                some_heads(blocks, heads, dim=0),
-            )
+        own_blocks = some_heads(blocks, heads, dim=0)
+        for distance in _cut_distances(pattern):
+            tile = _window_tile(pattern, dilation, distance, dtype, device)
             own_blocks.diagonal(distance, 1, 3).copy_(tile[..., None])
             if distance:
                 own_blocks.diagonal(-distance, 1, 3).copy_(tile.T[..., None])
@@ -138,8 +136,7 @@ def _block_bias(
 ) -> Tensor:
     """(H or 1, blocks, S, blocks, S) with the blocks hidden that are neither near nor drawn."""
     size = pattern.block_size
-    if num_blocks <= pattern.near_blocks + 1 + pattern.num_random_blocks:
-        # All blocks that are not near are drawn.
+    if pattern.reaches_all_blocks(num_blocks):
         return torch.zeros(num_heads, num_blocks, size, num_blocks, size, dtype=dtype, device=device)
     block = torch.arange(num_blocks, device=device)
     is_seen = (block[:, None] - block).abs() <= pattern.near_blocks
@@ -149,11 +146,14 @@ def _block_bias(
     return as_bias(is_seen, dtype)[:, None, :, None].expand(num_heads, -1, size, -1, size).contiguous()
 
 
-def _cut_distances(pattern: AttentionPattern, num_blocks: int) -> range:
-    """The numbers of blocks between query and key at which windows may see some of a block's keys and not others."""
+def _cut_distances(pattern: AttentionPattern) -> range:
+    """The numbers of blocks between query and key at which windows may see some of a block's keys and not others.
+
+    Not cut short for short rows, where such diagonals are empty: a compiled graph would hold for one length only.
+    """
     is_dilated = max(pattern.dilation_per_head) > 1
     first = 0 if is_dilated else (pattern.window // 2 + 1) // pattern.block_size
-    return range(first, min(pattern.near_blocks, num_blocks - 1) + 1)
+    return range(first, pattern.near_blocks + 1)
 
 
 def _window_tile(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from hybrid_longformer import HybridLongformerForQuestionAnswering
+from hybrid_longformer import HybridLongformerForQuestionAnswering, HybridSparseAttention
 from tests.models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -58,6 +58,23 @@ def test_training_step_compiles_whole_and_once_for_all_lengths(dropout: float) -
         assert max((ours - exact).abs().max().item() for ours, exact in zip(gradients, expected, strict=True)) <= 1e-4
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("dilation", [1, [1, 2]])
+def test_short_rows_share_a_graph(dilation: int | list[int]) -> None:
+    """Rows that are read whole, whose bias is laid out block by block: one graph for few and for more blocks."""
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"attention_window": 32, "attention_dilation": dilation, "num_random_blocks": 2, "block_size": 16}
+    attention = HybridSparseAttention(hidden_size=32, num_heads=2, **options).eval()
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (83, 100, 130):
+        x = torch.randn(1, length, 32)
+        global_mask = torch.zeros(1, length, dtype=torch.long)
+        global_mask[0, 3] = 1
+        with torch.no_grad():
+            assert (compiled(x, global_mask) - attention(x, global_mask)).abs().max() <= 1e-5
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_compiled_graph_refuses_more_globals_than_it_has_slots() -> None:
