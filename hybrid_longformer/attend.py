@@ -41,8 +41,8 @@ UNSEEN = torch.inf
 
 
 class OtherRows(NamedTuple):
-    """Rows that pieces don't compute: `values` (B, G, H, D) go to the tokens `places` (B, G), all or, unless that is
-    None, those where `is_used` (B, G)."""
+    """Rows that pieces don't compute: `values` (M, H, D) go to the tokens `places` (M), counted over all rows of the
+    batch; all of them or, unless that is None, those where `is_used` (M)."""
 
     values: Tensor
     places: Tensor
@@ -120,19 +120,22 @@ class _Attend(torch.autograd.Function):
 
 def put_rows(x: Tensor, rows: OtherRows, *, in_place: bool = False) -> Tensor:
     """(B, N, ...) with those rows in their places. Unused ones point at other tokens, which stay as they are."""
-    trailing = [1] * (x.dim() - 2)
-    places = rows.places.view(*rows.places.shape, *trailing).expand(-1, -1, *x.shape[2:])
+    flat = x.view(-1, *x.shape[2:]) if in_place else x.flatten(0, 1)
     values = rows.values.to(x.dtype)
     if rows.is_used is not None:
-        values = torch.where(rows.is_used.view(*rows.is_used.shape, *trailing), values, x.gather(1, places))
-    return x.scatter_(1, places, values) if in_place else x.scatter(1, places, values)
+        is_used = rows.is_used.view(-1, *[1] * (x.dim() - 2))
+        values = torch.where(is_used, values, flat.index_select(0, rows.places))
+    if not in_place:
+        return flat.index_copy(0, rows.places, values).view(x.shape)
+    flat.index_copy_(0, rows.places, values)
+    return x
 
 
-def _other_rows_gradient(grad_out: Tensor, index: Tensor | None, is_used: Tensor | None) -> Tensor | None:
-    if index is None:
+def _other_rows_gradient(grad_out: Tensor, places: Tensor | None, is_used: Tensor | None) -> Tensor | None:
+    if places is None:
         return None
-    taken = grad_out.gather(1, index[..., None, None].expand(-1, -1, *grad_out.shape[2:]))
-    return taken if is_used is None else taken.masked_fill_(~is_used[..., None, None], 0.0)
+    taken = grad_out.flatten(0, 1).index_select(0, places)
+    return taken if is_used is None else taken.masked_fill_(~is_used[:, None, None], 0.0)
 
 
 def attend_forward(query, key, value, pieces, real, dropout) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -63,7 +63,7 @@ class HybridSelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the (B, N, E) output and, if asked for, the (B, H, N, N) map of probabilities before dropout."""
         layers = (self.query, self.key, self.value)
-        global_places = plan.batch.global_index if self.separate_global_projections else None
+        global_places = plan.batch.flat_global_index if self.separate_global_projections else None
         # The key's bias adds the same to every score of a row: the softmax loses it, the global context does not.
         q, k, v, *global_x = project(x, layers, global_places, unbiased=None if self.global_context else self.key)
         q, k, v = (self._split_heads(y) for y in (q, k, v))
@@ -109,21 +109,22 @@ class HybridSelfAttention(nn.Module):
         return torch.where(is_global[..., None, None], rows, context)
 
     def _global_rows(self, x, q, k, v, global_x=None, *, plan: LayerPlan, dropout: float) -> OtherRows:
-        """The rows of the global tokens, which see everything; `global_x` are their inputs."""
-        places, is_used = plan.batch.global_index, plan.batch.is_global_slot
-        assert places is not None
-        bias = global_row_bias(plan, k.dtype)
+        """The rows of the global tokens, which see everything; `global_x` (B * G, E) are their inputs."""
+        batch, bias = plan.batch, global_row_bias(plan, k.dtype)
+        assert batch.flat_global_index is not None
+        shape = (batch.shape[0], batch.num_global_slots)
         if global_x is None:
-            at_places = places[..., None, None].expand(-1, -1, self.num_heads, self.head_size)
-            return OtherRows(_attend_rows(q.gather(1, at_places), k, v, bias, dropout), places, is_used)
-        global_q = self._split_heads(self.query_global(global_x))
-        layers = (self.key_global, self.value_global)
-        if self._can_absorb(places.shape[1]):
-            rows = absorbed_rows(x, global_q, *layers, bias=bias, dropout=dropout)
+            global_q = q.flatten(0, 1).index_select(0, batch.flat_global_index).unflatten(0, shape)
+            rows = _attend_rows(global_q, k, v, bias, dropout)
+        elif self._can_absorb(batch.num_global_slots):
+            layers = (self.query_global, self.key_global, self.value_global)
+            rows = absorbed_rows(x, global_x, layers, num_heads=self.num_heads, bias=bias, dropout=dropout)
         else:
-            global_k, global_v = (self._split_heads(layer(x)) for layer in layers)
+            global_q = self._split_heads(self.query_global(global_x)).unflatten(0, shape)
+            global_k, global_v = (self._split_heads(layer(x)) for layer in (self.key_global, self.value_global))
             rows = _attend_rows(global_q, global_k, global_v, bias, dropout)
-        return OtherRows(rows, places, is_used)
+        is_used = None if batch.is_global_slot is None else batch.is_global_slot.flatten()
+        return OtherRows(rows, batch.flat_global_index, is_used)
 
     def _can_absorb(self, num_global_slots: int) -> bool:
         """Absorbing pays while G * H < E, and is right for plain linear layers only."""
@@ -141,15 +142,15 @@ def global_row_bias(plan: LayerPlan, dtype: torch.dtype) -> Tensor | None:
     if batch.document is not None:
         limits.append(batch.document.gather(1, batch.global_index)[..., None] == batch.document[:, None])
     if plan.pattern.is_causal:
-        limits.append(batch.global_index[..., None] >= torch.arange(batch.shape[1], device=batch.position.device))
+        limits.append(batch.global_index[..., None] >= torch.arange(batch.shape[1], device=batch.device))
     return as_bias(reduce(torch.logical_and, limits), dtype)[:, None] if limits else None
 
 
 def _attend_rows(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
-    """(B, G, H, D) queries over all N keys."""
+    """(B * G, H, D) attention of (B, G, H, D) queries over all N keys."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     rows = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
-    return rows.transpose(1, 2)
+    return rows.transpose(1, 2).flatten(0, 1)
 
 
 def global_context_mix(hidden: Tensor, q: Tensor, k: Tensor, batch: Batch) -> Tensor:
@@ -159,7 +160,7 @@ def global_context_mix(hidden: Tensor, q: Tensor, k: Tensor, batch: Batch) -> Te
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     score = (q.to(dtype) * k.to(dtype)).sum(-1)  # (B, N, H)
-    real = torch.ones_like(batch.position) if batch.real is None else batch.real
+    real = torch.ones(batch.shape, device=batch.device) if batch.real is None else batch.real
     real = real.to(dtype)[..., None]  # (B, N, 1)
     document = torch.zeros_like(batch.position) if batch.document is None else batch.document
     num_documents = 1 if batch.document is None else batch.shape[1]

@@ -41,7 +41,7 @@ def plan_edges(plan: LayerPlan) -> Tensor:
         batch_size=batch_size,
         num_heads=plan.pattern.num_heads,
         length=length,
-        device=plan.batch.position.device,
+        device=plan.batch.device,
     )
 
 
@@ -155,7 +155,7 @@ def flex_mask(pattern: AttentionPattern, batch: Batch):
 def flex_block_map(pattern: AttentionPattern, batch: Batch) -> Tensor:
     """(B, query blocks, key blocks) bool: the blocks that hold any edge of a non-global query."""
     batch_size, length = batch.shape
-    device = batch.position.device
+    device = batch.device
     query_blocks = row_blocks = ceil_div(length, FLEX_BLOCK)
     key_blocks = ceil_div(length + batch.num_global_slots, FLEX_BLOCK)
     query, key = torch.arange(query_blocks, device=device)[:, None], torch.arange(key_blocks, device=device)

@@ -4,7 +4,6 @@ Letters: B batch, N tokens, G global tokens, R random blocks, S block size.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,26 +30,40 @@ class Batch:
     """Facts about the tokens of one batch, shared by the plans of all layers.
 
     Args:
+        shape: (B, N).
+        device: of all tensors.
         real: (B, N) bool, or None when there is no padding.
         is_global: (B, N) bool, or None when no token is global.
         document: (B, N) number of the token's document within its row, or None when each row is one document.
-        position: (B, N) the token's place among the real tokens of its own document.
-        document_length: (B, N) the number of real tokens of that document.
+        places: `position` and `document_length`, or None when each row is one document without padding.
         global_index: (B, G) the global tokens of each row in order, then other distinct tokens to fill up.
+        flat_global_index: (B * G) the same tokens, counted over all rows.
         is_global_slot: (B, G) which of those slots hold a global token, or None when all do.
     """
 
+    shape: tuple[int, int]
+    device: torch.device
     real: Tensor | None
     is_global: Tensor | None
     document: Tensor | None
-    position: Tensor
-    document_length: Tensor
+    places: tuple[Tensor, Tensor] | None
     global_index: Tensor | None
+    flat_global_index: Tensor | None
     is_global_slot: Tensor | None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.position.shape[0], self.position.shape[1]
+    def position(self) -> Tensor:
+        """(B, N) the token's place among the real tokens of its own document."""
+        if self.places is None:
+            return torch.arange(self.shape[1], device=self.device).expand(self.shape)
+        return self.places[0]
+
+    @property
+    def document_length(self) -> Tensor:
+        """(B, N) the number of real tokens of the token's document."""
+        if self.places is None:
+            return torch.full((1, 1), self.shape[1], device=self.device).expand(self.shape)
+        return self.places[1]
 
     @property
     def num_global_slots(self) -> int:
@@ -67,12 +80,12 @@ class Batch:
     @property
     def ordinary_keys(self) -> Tensor:
         """(B, N) keys that windows and random blocks may read: real, and not already read as global tokens."""
-        keys = torch.ones_like(self.position, dtype=torch.bool) if self.real is None else self.real
+        keys = torch.ones(self.shape, dtype=torch.bool, device=self.device) if self.real is None else self.real
         return keys if self.is_global is None else keys & ~self.is_global
 
     def edges(self, pattern: AttentionPattern) -> Predicate:
         """The whole graph of one layer for this batch: the union of its rules, within documents and real tokens."""
-        rules = [pattern.window_predicate(self.position.device)]
+        rules = [pattern.window_predicate(self.device)]
         if self.is_global is not None:
             rules.append(global_tokens(self.is_global))
         if pattern.num_random_blocks:
@@ -116,30 +129,33 @@ def describe_batch(
     """
     real = None if padding_mask is None else padding_mask.bool()
     document = None if document_ids is None else _number_runs(document_ids)
-    index = torch.arange(length, device=device).expand(batch_size, length)
-    if real is None and document is None:
-        position, document_length = index, index.new_full((1, 1), length).expand_as(index)
-    else:
-        position, document_length = place_in_document(torch.ones_like(index) if real is None else real.long(), document)
+    shape, places = (batch_size, length), None
+    if real is not None or document is not None:
+        counted = torch.ones(shape, dtype=torch.long, device=device) if real is None else real.long()
+        places = place_in_document(counted, document)
     is_global = global_index = is_global_slot = None
     if global_mask is not None:
         is_global = global_mask.bool() if real is None else global_mask.bool() & real
-        slots = _count_global_slots(is_global, max_global_tokens, num_extra_global_tokens)
-        if slots.number:
-            # Globals first and in order, then the row's other tokens: all are distinct, so they can be written back.
-            global_index = (is_global * BEYOND_ANY_LENGTH - index).topk(slots.number, dim=1).indices
-            is_global_slot = None if slots.all_used else is_global.gather(1, global_index)
-        else:
-            is_global = None
+        global_index, is_global_slot = _find_globals(is_global, max_global_tokens, num_extra_global_tokens)
     return Batch(
+        shape=shape,
+        device=device,
         real=real,
-        is_global=is_global,
+        is_global=None if global_index is None else is_global,
         document=document,
-        position=position,
-        document_length=document_length,
+        places=places,
         global_index=global_index,
+        flat_global_index=None if global_index is None else flat_index(global_index, length).flatten(),
         is_global_slot=is_global_slot,
     )
+
+
+def flat_index(index: Tensor, length: int) -> Tensor:
+    """(B, ...) indices within a row to indices among all B * N tokens."""
+    if index.shape[0] == 1:
+        return index
+    rows = torch.arange(index.shape[0], device=index.device) * length
+    return index + rows.view(-1, *[1] * (index.dim() - 1))
 
 
 def _number_runs(document_ids: Tensor) -> Tensor:
@@ -158,28 +174,37 @@ def place_in_document(counted: Tensor, document: Tensor | None) -> tuple[Tensor,
     return (seen - before - 1).clamp(min=0), per_document.gather(1, document)
 
 
-class _GlobalSlots(NamedTuple):
-    number: int
-    all_used: bool
+def _find_globals(is_global: Tensor, limit: int | None, num_extra: int) -> tuple[Tensor | None, Tensor | None]:
+    """`global_index` and `is_global_slot` of a batch.
 
-
-def _count_global_slots(is_global: Tensor, limit: int | None, num_extra: int) -> _GlobalSlots:
-    """How many slots the plan keeps for global tokens: the one number that must be known before shapes are.
-
-    A graph that is being compiled or exported can't count: without a limit it keeps `COMPILED_GLOBAL_SLOTS`.
+    How many slots there are must be known before shapes are. A graph that is being compiled or exported can't count:
+    without a limit it keeps `COMPILED_GLOBAL_SLOTS`.
     """
     if limit is None and not torch.compiler.is_compiling():
         counts = is_global.sum(1).tolist()
-        return _GlobalSlots(max(counts), all_used=min(counts) == max(counts))
+        slots = max(counts)
+        if 0 < slots == min(counts):
+            return is_global.nonzero()[:, 1].view(-1, slots), None
+    else:
+        slots = _promised_slots(is_global, limit, num_extra)
+    if slots == 0:
+        return None, None
+    # Globals first and in order, then the row's other tokens: all are distinct, so they can be written back.
+    rank = is_global * BEYOND_ANY_LENGTH - torch.arange(is_global.shape[1], device=is_global.device)
+    global_index = rank.topk(slots, dim=1).indices
+    return global_index, is_global.gather(1, global_index)
+
+
+def _promised_slots(is_global: Tensor, limit: int | None, num_extra: int) -> int:
     slots = (COMPILED_GLOBAL_SLOTS if limit is None else limit) + num_extra
     if torch.compiler.is_exporting():
         # An exported graph keeps its number of slots, and takes inputs of at least as many tokens.
-        return _GlobalSlots(slots, all_used=False)
+        return slots
     torch._assert_async(
         (is_global.sum(1) <= slots).all(),
         f"a row marks more than {slots - num_extra} tokens global; set max_global_tokens to the most you use",
     )
-    return _GlobalSlots(min(slots, is_global.shape[1]), all_used=False)
+    return min(slots, is_global.shape[1])
 
 
 def check_shape(name: str, tensor: Tensor | None, shape: tuple[int, int]) -> None:

@@ -52,7 +52,7 @@ RULE_COLOURS = {Rule.NONE: BACKGROUND, Rule.RANDOM: "#DDAA33", Rule.WINDOW: "#00
 def edge_rules(pattern: AttentionPattern, batch: Batch, *, head: int = 0, row: int = 0) -> Tensor:
     """The (N, N) `Rule` by which query i (down) of one head sees key j (across), for one row of a batch."""
     edges = _graph(batch.edges(pattern), batch, head=head, row=row)
-    without_globals = replace(batch, is_global=None, global_index=None, is_global_slot=None)
+    without_globals = replace(batch, is_global=None, global_index=None, flat_global_index=None, is_global_slot=None)
     window_edges = without_globals.edges(replace(pattern, num_random_blocks=0))
     # Edges are the union of three rules, so those that neither of the other two explains are random.
     rules = edges * int(Rule.RANDOM)
@@ -272,7 +272,7 @@ def _describe_random(pattern: AttentionPattern) -> str:
 def _graph(allows: Predicate, batch: Batch, *, head: int, row: int) -> Tensor:
     """The (N, N) edges of one head in one row: `dense_mask` would work out all of them."""
     length = batch.shape[1]
-    token = torch.arange(length, device=batch.position.device)
+    token = torch.arange(length, device=batch.device)
     b, h = (torch.full((1, 1), index, device=token.device) for index in (row, head))
     return allows(b, h, token[:, None], token[None, :]).expand(length, length)
 

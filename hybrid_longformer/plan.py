@@ -9,13 +9,13 @@ T tiles, Q queries per tile, K keys per tile.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from .batch import Batch
+from .batch import Batch, flat_index
 from .pattern import AttentionPattern, ceil_div, dense_mask
 from .pieces import GatheredPiece, Piece, WholePiece, WindowPiece, some_heads
 
@@ -62,9 +62,10 @@ class _PieceBuilder:
         # Reading every key is no more work than reading the tiles' keys: still O(N), and one piece instead of three.
         window_keys = pattern.window + queries_per_tile(pattern.window)
         if not is_exporting and length <= window_keys + random_keys + num_global:
-            if not pattern.seed_matters(ceil_div(length, pattern.block_size)):
-                pattern = replace(pattern, seed=0)  # one piece for all layers
-            return self._once((pattern,), lambda: [whole_piece(pattern, self.batch, self.dtype)])
+            # Where the seed does not matter, one piece serves all layers.
+            seed = pattern.seed if pattern.seed_matters(ceil_div(length, pattern.block_size)) else None
+            edges = (pattern.window, pattern.dilation_per_head, random_keys, pattern.block_size, pattern.is_causal)
+            return self._once((*edges, seed), lambda: [whole_piece(pattern, self.batch, self.dtype)])
         windows = self._once(
             (pattern.window, pattern.dilation_per_head, pattern.is_causal),
             lambda: window_pieces(pattern, self.batch, self.dtype),
@@ -102,7 +103,7 @@ def whole_piece(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> 
         batch_size=batch_size,
         num_heads=pattern.num_heads,
         length=length,
-        device=batch.position.device,
+        device=batch.device,
     )
     return WholePiece(shape=batch.shape, bias=as_bias(edges, dtype))
 
@@ -113,21 +114,20 @@ def plain_bias(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> T
     Made block by block, which is faster than testing every pair of tokens: the blocks that are hidden as a whole, then
     those that hold the edge of a window, which are alike along each diagonal.
     """
-    length, device = batch.shape[1], batch.position.device
+    length, device, lowest = batch.shape[1], batch.device, torch.finfo(dtype).min
     num_heads = 1 if len(set(pattern.dilation_per_head)) == 1 else pattern.num_heads
     blocks = _block_bias(pattern, ceil_div(length, pattern.block_size), dtype, device, num_heads=num_heads)
     for dilation, heads in heads_by_dilation(pattern.dilation_per_head):
         own_blocks = some_heads(blocks, heads, dim=0)
         for distance in _cut_distances(pattern):
-            tile = _window_tile(pattern, dilation, distance, dtype, device)
-            own_blocks.diagonal(distance, 1, 3).copy_(tile[..., None])
-            if distance:
-                own_blocks.diagonal(-distance, 1, 3).copy_(tile.T[..., None])
+            hidden = _hidden_by_window(pattern, dilation, distance, device)
+            own_blocks.diagonal(distance, 1, 3).masked_fill_(hidden[..., None], lowest)
+            own_blocks.diagonal(-distance, 1, 3).masked_fill_(hidden.T[..., None], lowest)
     bias = blocks.flatten(3).flatten(1, 2)[None, :, :length, :length]
     if batch.is_global is not None:
         bias = _unhide_globals(bias, batch)
     if pattern.is_causal:
-        bias = torch.minimum(bias, bias.new_full((length, length), torch.finfo(dtype).min).triu(1))
+        bias = torch.minimum(bias, bias.new_full((length, length), lowest).triu(1))
     return bias
 
 
@@ -156,16 +156,13 @@ def _cut_distances(pattern: AttentionPattern) -> range:
     return range(first, pattern.near_blocks + 1)
 
 
-def _window_tile(
-    pattern: AttentionPattern, dilation: int, distance: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """(S, S) the bias between queries and the keys so many blocks behind them."""
-    size, reach = pattern.block_size, dilation * (pattern.window // 2)
-    offset = torch.arange(distance * size, (distance + 1) * size, device=device)
-    offset = offset - torch.arange(size, device=device)[:, None]
+def _hidden_by_window(pattern: AttentionPattern, dilation: int, distance: int, device: torch.device) -> Tensor:
+    """(S, S) which keys so many blocks after their queries lie beyond the window, or between its tokens if dilated."""
+    token = torch.arange(pattern.block_size, device=device)
+    offset = token - token[:, None]
     # Not by triu, which wakes up all threads for so small a tile.
-    is_seen = offset.abs() <= reach
-    return as_bias(is_seen if dilation == 1 else is_seen & (offset % dilation == 0), dtype)
+    is_beyond = offset > dilation * (pattern.window // 2) - distance * pattern.block_size
+    return is_beyond if dilation == 1 else is_beyond | ((offset + distance * pattern.block_size) % dilation != 0)
 
 
 def _unhide_globals(bias: Tensor, batch: Batch) -> Tensor:
@@ -182,7 +179,7 @@ def _unhide_globals(bias: Tensor, batch: Batch) -> Tensor:
 
 def window_pieces(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> list[Piece]:
     """One window piece per dilation and run of heads that have it. No window reads global tokens: others do."""
-    device = batch.position.device
+    device = batch.device
     size, before = queries_per_tile(pattern.window), pattern.window // 2
     after = 0 if pattern.is_causal else before
     query, key = torch.arange(size, device=device)[:, None], torch.arange(before + size + after, device=device)
@@ -270,7 +267,7 @@ def global_piece(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) ->
         shape=batch.shape,
         queries_per_tile=batch.shape[1],
         bias=as_bias(edges, dtype).expand(-1, batch.shape[1], -1)[:, None],
-        key_index=_flat(batch.global_index, batch),
+        key_index=flat_index(batch.global_index, batch.shape[1]),
     )
 
 
@@ -296,7 +293,7 @@ def lay_out_documents(batch: Batch, block_size: int, shortest_random_document: i
     batch_size, length = batch.shape
     total_blocks = ceil_div(length, block_size)
     if batch.real is None and batch.document is None:
-        slot = torch.arange(total_blocks * block_size, device=batch.position.device).expand(batch_size, -1)
+        slot = torch.arange(total_blocks * block_size, device=batch.device).expand(batch_size, -1)
         block = torch.arange(total_blocks, device=slot.device).expand(batch_size, -1)
         return RandomSlots(
             token=slot.clamp(max=length - 1),
@@ -363,12 +360,14 @@ def random_piece(
     # Often slots are the tokens as they stand: nothing to gather. (A compiled graph serves all lengths: it can't ask.)
     has_gaps = torch.compiler.is_compiling() or batch.shape[1] != total_slots
     if batch.real is not None or batch.document is not None or has_gaps:
-        query_index = torch.where(slots.is_used, _flat(slots.token, batch), batch_size * batch.shape[1]).flatten()
+        query_index = torch.where(
+            slots.is_used, flat_index(slots.token, batch.shape[1]), batch_size * batch.shape[1]
+        ).flatten()
     return GatheredPiece(
         shape=batch.shape,
         queries_per_tile=size,
         bias=bias,
-        key_index=_flat(key, batch).flatten(0, 1),
+        key_index=flat_index(key, batch.shape[1]).flatten(0, 1),
         query_index=query_index,
     )
 
@@ -379,9 +378,3 @@ def as_bias(edges: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.get_default_dtype():
         return torch.where(edges, 0.0, lowest)
     return torch.zeros(edges.shape, dtype=dtype, device=edges.device).masked_fill_(~edges, lowest)
-
-
-def _flat(index: Tensor, batch: Batch) -> Tensor:
-    """(B, ...) indices within a row to indices among all B * N tokens."""
-    rows = torch.arange(batch.shape[0], device=index.device) * batch.shape[1]
-    return index + rows.view(-1, *[1] * (index.dim() - 1))

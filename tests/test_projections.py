@@ -7,7 +7,7 @@ from torch import nn
 from hybrid_longformer.projections import absorbed_rows, is_plain, project
 
 
-@pytest.mark.parametrize("places", [None, torch.tensor([[3, 0], [6, 1]])])
+@pytest.mark.parametrize("places", [None, torch.tensor([3, 0, 13, 8])])
 def test_project_has_the_gradients_of_its_layers(places: torch.Tensor | None) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8).double() for _ in range(3)]
@@ -16,7 +16,7 @@ def test_project_has_the_gradients_of_its_layers(places: torch.Tensor | None) ->
     ours = project(x, layers, places)
     plain = [layer(x) for layer in layers]
     if places is not None:
-        plain.append(torch.stack([x[0, places[0]], x[1, places[1]]]))
+        plain.append(x.flatten(0, 1)[places])
     parameters = [x, *(weight for layer in layers for weight in layer.parameters() if weight.requires_grad)]
     gradients = []
     for outputs in (ours, plain):
@@ -54,20 +54,38 @@ def test_the_bias_stays_where_the_layer_has_to_be_called(with_gradients: bool) -
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_absorbed_rows_have_exact_gradients(dropout: float, has_bias: bool) -> None:
+@pytest.mark.parametrize(("batch_size", "length"), [(2, 9), (1, 9), (1, 8), (1, 3)])
+def test_absorbed_rows_have_exact_gradients(dropout: float, has_bias: bool, batch_size: int, length: int) -> None:
     torch.manual_seed(0)
-    key, value = (nn.Linear(8, 8, bias=has_bias).double() for _ in range(2))
-    x, q = torch.randn(2, 9, 8, dtype=torch.float64), torch.randn(2, 3, 2, 4, dtype=torch.float64)
-    bias = torch.zeros(2, 1, 3, 9, dtype=torch.float64)
-    bias[1, :, :, 5:] = torch.finfo(torch.float64).min
-    values = (value.weight, value.bias) if has_bias else (value.weight,)
+    layers = [nn.Linear(8, 8, bias=has_bias).double() for _ in range(3)]
+    x = torch.randn(batch_size, length, 8, dtype=torch.float64)
+    global_x = torch.randn(batch_size * 3, 8, dtype=torch.float64)
+    bias = torch.zeros(batch_size, 1, 3, length, dtype=torch.float64)
+    bias[-1, :, :, length // 2 :] = torch.finfo(torch.float64).min
 
-    def rows(x, q, *parameters):
+    def rows(x, global_x, *parameters):
         torch.manual_seed(1)  # the same drops at every call
-        return absorbed_rows(x, q, key, value, bias=bias, dropout=dropout)
+        return absorbed_rows(x, global_x, layers, num_heads=2, bias=bias, dropout=dropout)
 
-    inputs = (x.requires_grad_(), q.requires_grad_(), key.weight, *values)
+    # The softmax loses the key's bias.
+    parameters = [p for layer in layers for p in layer.parameters() if p is not layers[1].bias]
+    inputs = (x.requires_grad_(), global_x.requires_grad_(), *parameters)
     assert torch.autograd.gradcheck(rows, inputs)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("length", [2, 12, 13])
+def test_absorbed_rows_are_those_of_projected_keys_and_values(batch_size: int, length: int) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8).double() for _ in range(3)]
+    x = torch.randn(batch_size, length, 8, dtype=torch.float64)
+    global_x = x[:, :2]
+    rows = absorbed_rows(x, global_x.flatten(0, 1), layers, num_heads=2, bias=None, dropout=0.0)
+    q, k, v = (
+        layer(y).unflatten(-1, (2, 4)).transpose(1, 2) for layer, y in zip(layers, (global_x, x, x), strict=True)
+    )
+    expected = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
+    assert torch.allclose(rows, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
