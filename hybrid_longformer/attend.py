@@ -22,6 +22,7 @@ from .kernels import Tiles, backward_kernel, can_fuse, draw_keep_mask, forward_k
 from .pieces import (
     GatheredPiece,
     Piece,
+    RowChunk,
     WholePiece,
     WindowPiece,
     pack_pieces,
@@ -142,7 +143,7 @@ def attend_forward(query, key, value, pieces, real, dropout) -> tuple[Tensor, Te
     """The merged output and log-sum-exp of all pieces, and which probabilities were kept."""
     kept: list[Tensor] = []
     if _is_one_call(pieces, query, dropout):
-        out, lse = forward_kernel(Tiles(query, key, value, pieces[0].bias), None, 0.0)
+        out, lse = forward_kernel(_whole_tiles(pieces[0], query, key, value), None, 0.0)
     else:
         flat_out, flat_lse = _new_results(query, pieces)
         for piece in pieces:
@@ -158,7 +159,14 @@ def attend_forward(query, key, value, pieces, real, dropout) -> tuple[Tensor, Te
 
 def _is_one_call(pieces: Sequence[Piece], query: Tensor, dropout: float) -> bool:
     """Whether one fused call does it all, with results of the right shape already."""
-    return isinstance(pieces[0], WholePiece) and not dropout and can_fuse(query)
+    piece = pieces[0]
+    # A bias that has yet to be made is made for a row at a time.
+    is_whole = isinstance(piece, WholePiece) and (piece.drawn is None or piece.shape[0] == 1)
+    return is_whole and not dropout and can_fuse(query)
+
+
+def _whole_tiles(piece: Any, query: Tensor, key: Tensor, value: Tensor) -> Tiles:
+    return Tiles(query, key, value, piece.chunk_bias(RowChunk(0, piece.shape[0])))
 
 
 def _new_results(query: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
@@ -204,7 +212,8 @@ def _add_piece(piece: Piece, query, key, value, flat_out, flat_lse, dropout: flo
 def attend_backward(grad_out, query, key, value, out, lse, kept, pieces, dropout) -> list[Tensor]:
     """The gradients of query, key and value: the sum of what every piece says."""
     if _is_one_call(pieces, query, dropout):
-        return list(backward_kernel(Tiles(query, key, value, pieces[0].bias), out, lse, grad_out, None, 0.0))
+        tiles = _whole_tiles(pieces[0], query, key, value)
+        return list(backward_kernel(tiles, out, lse, grad_out, None, 0.0))
     sum_dtype = torch.promote_types(query.dtype, torch.float32)
     # Windows write every query's gradient before others add to it.
     new = [query.new_zeros if isinstance(pieces[0], GatheredPiece) else query.new_empty, key.new_zeros, value.new_zeros]

@@ -16,7 +16,8 @@ from .attend import OtherRows
 from .backend import BACKENDS, check_implementation, dense_context, dense_probabilities, plan_edges
 from .batch import Batch, check_mask, check_shape, describe_batch
 from .configuration_hybrid_longformer import HybridLongformerConfig
-from .plan import LayerPlan, as_bias, build_plans
+from .pieces import as_bias
+from .plan import LayerPlan, build_plans
 from .projections import absorbed_rows, is_plain, project
 
 GlobalContext = Literal["mean"] | None

@@ -20,7 +20,8 @@ from .attend import OtherRows, attend, put_rows
 from .batch import Batch
 from .kernels import score_scale
 from .pattern import AttentionPattern, ceil_div, dense_mask
-from .plan import LayerPlan, lay_out_documents, random_keys
+from .plan import LayerPlan
+from .random_blocks import lay_out_documents, random_keys
 
 OtherRowsMaker = Callable[[], OtherRows]
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")

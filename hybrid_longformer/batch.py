@@ -52,6 +52,11 @@ class Batch:
     is_global_slot: Tensor | None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether each row is one document without padding."""
+        return self.places is None
+
+    @property
     def position(self) -> Tensor:
         """(B, N) the token's place among the real tokens of its own document."""
         if self.places is None:

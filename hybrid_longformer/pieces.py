@@ -12,6 +12,7 @@ Letters: B batch, N tokens, H heads, D head size, T tiles, Q queries per tile, K
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,29 @@ from .pattern import ceil_div
 def some_heads(x: Tensor, heads: list[int] | None, *, dim: int = 2) -> Tensor:
     """A view of (B, N, H, ...) with the heads [first, end, step] only, or all of them."""
     return x if heads is None else x[(slice(None),) * dim + (slice(*heads),)]
+
+
+def heads_by_dilation(dilation_per_head: Sequence[int]) -> list[tuple[int, list[int] | None]]:
+    """Each dilation with the [first, end, step] of heads that have it, several times if one such run isn't enough."""
+    found: list[tuple[int, list[int] | None]] = []
+    for dilation in sorted(set(dilation_per_head)):
+        heads = [head for head, own in enumerate(dilation_per_head) if own == dilation]
+        steps = {later - earlier for earlier, later in pairwise(heads)}
+        if len(heads) == len(dilation_per_head):
+            found.append((dilation, None))
+        elif len(steps) <= 1:
+            found.append((dilation, [heads[0], heads[-1] + 1, *(steps or {1})]))
+        else:
+            found += [(dilation, [head, head + 1, 1]) for head in heads]
+    return found
+
+
+def as_bias(edges: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where there is an edge, else the lowest number: finite, so that a row without any edge makes no NaN."""
+    lowest = torch.finfo(dtype).min
+    if dtype == torch.get_default_dtype():
+        return torch.where(edges, 0.0, lowest)
+    return torch.zeros(edges.shape, dtype=dtype, device=edges.device).masked_fill_(~edges, lowest)
 
 
 def without_spare(flat: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -44,10 +68,15 @@ class WholePiece:
     Args:
         shape: (B, N).
         bias: (B or 1, H or 1, N, N), or None when every key may be read.
+        drawn: (B or 1, N, M) 1 for each of a row's M blocks that is drawn for a token and not seen by the bias, or
+            None. Layers that differ in their random blocks then share one bias, and make their own when they run.
+        key_blocks: (B or 1, M, N) 1 for the keys of each block that the bias may hide, or None.
     """
 
     shape: tuple[int, int]
     bias: Tensor | None
+    drawn: Tensor | None = None
+    key_blocks: Tensor | None = None
 
     # Only windows with different dilations serve some heads alone.
     heads = None
@@ -73,9 +102,16 @@ class WholePiece:
         """Views need none."""
 
     def chunk_bias(self, chunk: RowChunk) -> Tensor | None:
-        if self.bias is None or self.bias.shape[0] == 1:
-            return self.bias
-        return self.bias[chunk.first : chunk.last]
+        bias = None if self.bias is None else self._rows(self.bias, chunk)
+        if bias is None or self.drawn is None or self.key_blocks is None:
+            return bias
+        seen = torch.bmm(self._rows(self.drawn, chunk), self._rows(self.key_blocks, chunk))[:, None]
+        # The lowest number and the largest add up to 0. In place where that can be: mapping memory takes longer.
+        room = seen if bias.shape[1] == 1 else None
+        return torch.add(bias, seen, alpha=torch.finfo(bias.dtype).max, out=room)
+
+    def _rows(self, x: Tensor, chunk: RowChunk) -> Tensor:
+        return x if x.shape[0] == 1 else x[chunk.first : chunk.last]
 
     def write_queries(self, flat: Tensor, tiles: Tensor, chunk: RowChunk) -> None:
         without_spare(flat, self.shape)[chunk.first : chunk.last] = tiles

@@ -10,14 +10,15 @@ T tiles, Q queries per tile, K keys per tile.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from .batch import Batch, flat_index
-from .pattern import AttentionPattern, ceil_div, dense_mask
-from .pieces import GatheredPiece, Piece, WholePiece, WindowPiece, some_heads
+from .pattern import AttentionPattern, ceil_div
+from .pieces import GatheredPiece, Piece, WholePiece, WindowPiece, as_bias, heads_by_dilation
+from .random_blocks import RandomSlots, lay_out_documents, random_keys
+from .short_rows import blocks_of_keys, whole_piece, with_bias_made, with_random_blocks
 
 
 @dataclass(kw_only=True)
@@ -45,13 +46,12 @@ def build_plans(
 
 
 class _PieceBuilder:
-    """Builds pieces and remembers those that several layers share."""
+    """Builds pieces and remembers what several layers share."""
 
     def __init__(self, batch: Batch, dtype: torch.dtype):
         self.batch = batch
         self.dtype = dtype
-        self.shared: dict[tuple, list[Piece]] = {}
-        self.slots: dict[tuple[int, int], RandomSlots] = {}
+        self.shared: dict[tuple, Any] = {}
 
     def pieces(self, pattern: AttentionPattern) -> list[Piece]:
         length, num_global = self.batch.shape[1], self.batch.num_global_slots
@@ -62,10 +62,7 @@ class _PieceBuilder:
         # Reading every key is no more work than reading the tiles' keys: still O(N), and one piece instead of three.
         window_keys = pattern.window + queries_per_tile(pattern.window)
         if not is_exporting and length <= window_keys + random_keys + num_global:
-            # Where the seed does not matter, one piece serves all layers.
-            seed = pattern.seed if pattern.seed_matters(ceil_div(length, pattern.block_size)) else None
-            edges = (pattern.window, pattern.dilation_per_head, random_keys, pattern.block_size, pattern.is_causal)
-            return self._once((*edges, seed), lambda: [whole_piece(pattern, self.batch, self.dtype)])
+            return [self._whole_piece(pattern, draws_blocks=draws_blocks)]
         windows = self._once(
             (pattern.window, pattern.dilation_per_head, pattern.is_causal),
             lambda: window_pieces(pattern, self.batch, self.dtype),
@@ -74,107 +71,43 @@ class _PieceBuilder:
         globals_ride = draws_blocks and self.batch.document is None and num_global <= pattern.block_size
         rest: list[Piece] = []
         if draws_blocks:
-            rest.append(self._random_piece(pattern, with_globals=globals_ride and num_global > 0))
+            with_globals = globals_ride and num_global > 0
+            rest.append(random_piece(pattern, self.batch, self._slots(pattern), self.dtype, with_globals=with_globals))
         if num_global and not globals_ride:
             rest += self._once(("global", pattern.is_causal), lambda: [global_piece(pattern, self.batch, self.dtype)])
         return windows + rest
 
-    def _once(self, key, build) -> list[Piece]:
+    def _whole_piece(self, pattern: AttentionPattern, *, draws_blocks: bool) -> WholePiece:
+        """One piece for all layers, or one that shares its bias where every layer draws other blocks."""
+        batch, size = self.batch, pattern.block_size
+        num_blocks = ceil_div(batch.shape[1], size)
+        sees_far_blocks = draws_blocks and batch.is_plain and pattern.reaches_all_blocks(num_blocks)
+        edges = (pattern.window, pattern.dilation_per_head, pattern.is_causal)
+        piece = self._once(
+            ("whole", *edges, size if sees_far_blocks else None),
+            lambda: whole_piece(pattern, batch, self.dtype, sees_far_blocks=sees_far_blocks),
+        )
+        if not draws_blocks or sees_far_blocks:
+            return piece
+        slots = self._slots(pattern)
+        key_blocks = self._once(
+            ("keys", size, pattern.shortest_random_document), lambda: blocks_of_keys(batch, slots, self.dtype)
+        )
+        if pattern.seed_matters(num_blocks):
+            return with_random_blocks(piece, pattern, slots, key_blocks)
+        return self._once(
+            ("whole", *edges, size, pattern.num_random_blocks),
+            lambda: with_bias_made(with_random_blocks(piece, pattern, slots, key_blocks)),
+        )
+
+    def _once(self, key, build) -> Any:
         if key not in self.shared:
             self.shared[key] = build()
         return self.shared[key]
 
-    def _random_piece(self, pattern: AttentionPattern, *, with_globals: bool) -> GatheredPiece:
+    def _slots(self, pattern: AttentionPattern) -> RandomSlots:
         key = (pattern.block_size, pattern.shortest_random_document)
-        if key not in self.slots:
-            self.slots[key] = lay_out_documents(self.batch, *key)
-        return random_piece(pattern, self.batch, self.slots[key], self.dtype, with_globals=with_globals)
-
-
-def whole_piece(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> WholePiece:
-    """Every query reads its whole row."""
-    batch_size, length = batch.shape
-    is_full = length <= pattern.window // 2 + 1 and max(pattern.dilation_per_head) == 1
-    if batch.real is None and batch.document is None:
-        is_whole = is_full and not pattern.is_causal
-        return WholePiece(shape=batch.shape, bias=None if is_whole else plain_bias(pattern, batch, dtype))
-    edges = dense_mask(
-        batch.edges(pattern),
-        batch_size=batch_size,
-        num_heads=pattern.num_heads,
-        length=length,
-        device=batch.device,
-    )
-    return WholePiece(shape=batch.shape, bias=as_bias(edges, dtype))
-
-
-def plain_bias(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> Tensor:
-    """(B or 1, H or 1, N, N) of rows that are one document each, without padding.
-
-    Made block by block, which is faster than testing every pair of tokens: the blocks that are hidden as a whole, then
-    those that hold the edge of a window, which are alike along each diagonal.
-    """
-    length, device, lowest = batch.shape[1], batch.device, torch.finfo(dtype).min
-    num_heads = 1 if len(set(pattern.dilation_per_head)) == 1 else pattern.num_heads
-    blocks = _block_bias(pattern, ceil_div(length, pattern.block_size), dtype, device, num_heads=num_heads)
-    for dilation, heads in heads_by_dilation(pattern.dilation_per_head):
-        own_blocks = some_heads(blocks, heads, dim=0)
-        for distance in _cut_distances(pattern):
-            hidden = _hidden_by_window(pattern, dilation, distance, device)
-            own_blocks.diagonal(distance, 1, 3).masked_fill_(hidden[..., None], lowest)
-            own_blocks.diagonal(-distance, 1, 3).masked_fill_(hidden.T[..., None], lowest)
-    bias = blocks.flatten(3).flatten(1, 2)[None, :, :length, :length]
-    if batch.is_global is not None:
-        bias = _unhide_globals(bias, batch)
-    if pattern.is_causal:
-        bias = torch.minimum(bias, bias.new_full((length, length), lowest).triu(1))
-    return bias
-
-
-def _block_bias(
-    pattern: AttentionPattern, num_blocks: int, dtype: torch.dtype, device: torch.device, *, num_heads: int
-) -> Tensor:
-    """(H or 1, blocks, S, blocks, S) with the blocks hidden that are neither near nor drawn."""
-    size = pattern.block_size
-    if pattern.reaches_all_blocks(num_blocks):
-        return torch.zeros(num_heads, num_blocks, size, num_blocks, size, dtype=dtype, device=device)
-    block = torch.arange(num_blocks, device=device)
-    is_seen = (block[:, None] - block).abs() <= pattern.near_blocks
-    if pattern.num_random_blocks:
-        drawn = pattern.draw(block, block.new_full((1,), num_blocks))  # (blocks, R)
-        is_seen = is_seen | (drawn[..., None] == block).any(1)
-    return as_bias(is_seen, dtype)[:, None, :, None].expand(num_heads, -1, size, -1, size).contiguous()
-
-
-def _cut_distances(pattern: AttentionPattern) -> range:
-    """The numbers of blocks between query and key at which windows may see some of a block's keys and not others.
-
-    Not cut short for short rows, where such diagonals are empty: a compiled graph would hold for one length only.
-    """
-    is_dilated = max(pattern.dilation_per_head) > 1
-    first = 0 if is_dilated else (pattern.window // 2 + 1) // pattern.block_size
-    return range(first, pattern.near_blocks + 1)
-
-
-def _hidden_by_window(pattern: AttentionPattern, dilation: int, distance: int, device: torch.device) -> Tensor:
-    """(S, S) which keys so many blocks after their queries lie beyond the window, or between its tokens if dilated."""
-    token = torch.arange(pattern.block_size, device=device)
-    offset = token - token[:, None]
-    # Not by triu, which wakes up all threads for so small a tile.
-    is_beyond = offset > dilation * (pattern.window // 2) - distance * pattern.block_size
-    return is_beyond if dilation == 1 else is_beyond | ((offset + distance * pattern.block_size) % dilation != 0)
-
-
-def _unhide_globals(bias: Tensor, batch: Batch) -> Tensor:
-    """Every token sees the global ones of its row. The bias of a single row is changed in place: memory is mapped anew
-    for another one, which takes longer than the change."""
-    if batch.shape[0] == 1 and batch.is_global_slot is None:
-        assert batch.global_index is not None
-        return bias.index_fill_(-1, batch.global_index[0], 0.0)
-    # Times 0 there is an edge, times 1 it stays as it is: several times faster than choosing by bools.
-    assert batch.is_global is not None
-    is_ordinary = (~batch.is_global).to(bias.dtype)[:, None, None]
-    return bias.mul_(is_ordinary) if batch.shape[0] == 1 else bias * is_ordinary
+        return self._once(key, lambda: lay_out_documents(self.batch, *key))
 
 
 def window_pieces(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> list[Piece]:
@@ -199,21 +132,6 @@ def window_pieces(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -
         )
         pieces.append(gathered_window(piece, dtype) if torch.compiler.is_exporting() else piece)
     return pieces
-
-
-def heads_by_dilation(dilation_per_head: Sequence[int]) -> list[tuple[int, list[int] | None]]:
-    """Each dilation with the [first, end, step] of heads that have it, several times if one such run isn't enough."""
-    found: list[tuple[int, list[int] | None]] = []
-    for dilation in sorted(set(dilation_per_head)):
-        heads = [head for head, own in enumerate(dilation_per_head) if own == dilation]
-        steps = {later - earlier for earlier, later in pairwise(heads)}
-        if len(heads) == len(dilation_per_head):
-            found.append((dilation, None))
-        elif len(steps) <= 1:
-            found.append((dilation, [heads[0], heads[-1] + 1, *(steps or {1})]))
-        else:
-            found += [(dilation, [head, head + 1, 1]) for head in heads]
-    return found
 
 
 def queries_per_tile(window: int) -> int:
@@ -271,75 +189,6 @@ def global_piece(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) ->
     )
 
 
-@dataclass(kw_only=True)
-class RandomSlots:
-    """Documents laid out block by block, each from a block boundary, so that random blocks are whole blocks.
-
-    Args:
-        token: (B, M) the token in each slot (any token in unused slots).
-        is_used: (B, M).
-        block: (B, M / S) the index of each block in its document.
-        num_blocks: (B, M / S) the number of blocks of that document; 0 for unused blocks.
-    """
-
-    token: Tensor
-    is_used: Tensor
-    block: Tensor
-    num_blocks: Tensor
-
-
-def lay_out_documents(batch: Batch, block_size: int, shortest_random_document: int) -> RandomSlots:
-    """Gives every document its slots. Packed documents too short for random blocks get none, which bounds M."""
-    batch_size, length = batch.shape
-    total_blocks = ceil_div(length, block_size)
-    if batch.real is None and batch.document is None:
-        slot = torch.arange(total_blocks * block_size, device=batch.device).expand(batch_size, -1)
-        block = torch.arange(total_blocks, device=slot.device).expand(batch_size, -1)
-        return RandomSlots(
-            token=slot.clamp(max=length - 1),
-            is_used=slot < length,
-            block=block,
-            num_blocks=torch.full_like(block, total_blocks),
-        )
-    num_blocks = batch.num_blocks(block_size)
-    slot = batch.position
-    has_slot = torch.ones_like(slot, dtype=torch.bool) if batch.real is None else batch.real
-    if batch.document is not None:
-        # A document with random blocks wastes less than one block, and there are at most this many such documents.
-        total_blocks = length // block_size + length // shortest_random_document + 1
-        has_slot = has_slot & (batch.document_length >= shortest_random_document)
-        starts_document = has_slot & (batch.position == 0)
-        first_block = torch.where(starts_document, num_blocks, 0).cumsum(1) - num_blocks
-        slot = slot + first_block * block_size
-    total_slots = total_blocks * block_size
-    slot_of_token = torch.where(has_slot, slot, total_slots)
-    index = torch.arange(length, device=slot.device).expand(batch_size, length)
-    empty = torch.zeros(batch_size, total_slots + 1, dtype=torch.long, device=slot.device)
-    token = empty.scatter(1, slot_of_token, index)[:, :total_slots]
-    is_used = empty.scatter(1, slot_of_token, 1)[:, :total_slots].bool()
-    first_token, block_is_used = token[:, ::block_size], is_used[:, ::block_size]
-    return RandomSlots(
-        token=token,
-        is_used=is_used,
-        block=batch.position.gather(1, first_token) // block_size,
-        num_blocks=torch.where(block_is_used, num_blocks.gather(1, first_token), 0),
-    )
-
-
-def random_keys(pattern: AttentionPattern, batch: Batch, slots: RandomSlots) -> tuple[Tensor, Tensor]:
-    """The R * S keys that each block of a document reads, and which of them are edges; each (B, M / S, R * S)."""
-    size = pattern.block_size
-    drawn = pattern.draw(slots.block, slots.num_blocks)  # (B, M / S, R)
-    # Blocks count within their document; the document's first block stands `block` places before this one.
-    here = torch.arange(drawn.shape[1], device=drawn.device)
-    place = (drawn + (here - slots.block)[..., None]).clamp(min=0)
-    key_slot = (place[..., None] * size + torch.arange(size, device=drawn.device)).flatten(1)  # (B, M * R)
-    key = slots.token.gather(1, key_slot)
-    is_drawn = (drawn >= 0)[..., None].expand(-1, -1, -1, size).flatten(1)
-    edges = is_drawn & slots.is_used.gather(1, key_slot) & batch.ordinary_keys.gather(1, key)
-    return key.unflatten(1, (drawn.shape[1], -1)), edges.unflatten(1, (drawn.shape[1], -1))
-
-
 def random_piece(
     pattern: AttentionPattern, batch: Batch, slots: RandomSlots, dtype: torch.dtype, *, with_globals: bool
 ) -> GatheredPiece:
@@ -370,11 +219,3 @@ def random_piece(
         key_index=flat_index(key, batch.shape[1]).flatten(0, 1),
         query_index=query_index,
     )
-
-
-def as_bias(edges: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where there is an edge, else the lowest number: finite, so that a row without any edge makes no NaN."""
-    lowest = torch.finfo(dtype).min
-    if dtype == torch.get_default_dtype():
-        return torch.where(edges, 0.0, lowest)
-    return torch.zeros(edges.shape, dtype=dtype, device=edges.device).masked_fill_(~edges, lowest)

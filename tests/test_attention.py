@@ -291,19 +291,6 @@ def test_layers_share_what_their_patterns_share() -> None:
     assert not torch.equal(first.pieces[1].key_index, second.pieces[1].key_index)
 
 
-def test_layers_share_short_rows_where_the_seed_does_not_matter() -> None:
-    from hybrid_longformer import HybridLongformerConfig
-
-    # Windows reach two blocks of 16: the first of 7 blocks has 4 beyond its window, and gets all of them.
-    config = HybridLongformerConfig(num_hidden_layers=2, attention_window=64, block_size=16, num_random_blocks=4)
-    for length, are_shared in ((7 * 16, True), (7 * 16 + 1, False)):
-        batch = describe_batch(batch_size=1, length=length, device=CPU)
-        first, second = build_plans(config.attention_patterns(), batch, dtype=torch.float32)
-        assert (first.pieces[0] is second.pieces[0]) == are_shared
-        biases_differ = not torch.equal(first.pieces[0].bias, second.pieces[0].bias)
-        assert biases_differ != are_shared
-
-
 @pytest.mark.parametrize(
     ("marks", "used"), [([[1, 0, 1], [0, 1, 1]], None), ([[1, 0, 1], [0, 0, 1]], [[1, 1], [1, 0]])]
 )
