@@ -8,22 +8,15 @@ other / hybrid: above 1 the hybrid layer is faster or smaller. Letters: B batch,
 """
 
 import argparse
-import gc
 import json
-import re
-import resource
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm import tqdm
 from transformers import LongformerConfig
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
@@ -31,6 +24,7 @@ from hybrid_longformer import AttentionPattern, HybridSelfAttention
 from hybrid_longformer.batch import describe_batch
 from hybrid_longformer.plan import build_plans
 
+from .measure import START_UP_COST, interleave, measure_memory, memory_here, progress_bar
 from .plots import draw
 from .report import (
     DENSE,
@@ -46,13 +40,10 @@ from .report import (
 )
 
 HIDDEN_SIZE, NUM_HEADS, WINDOW, RANDOM_BLOCKS, BLOCK_SIZE = 768, 12, 512, 3, 64
-MIB = 2**20
 LENGTHS, MEMORY_LENGTHS, SCALING_LENGTHS = [512, 4096, 16384], [4096, 16384], [4096, 16384, 65536]
 QUICK_LENGTHS, QUICK_MEMORY_LENGTHS, QUICK_SCALING_LENGTHS, QUICK_ROUNDS = [512, 4096], [4096], [4096, 16384], 2
 # Beyond this many tokens dense attention with dropout, which keeps several N x N maps, fits few machines.
 LONGEST_DENSE_DROPOUT = 8192
-# What starting a process costs, in the units of `expected_cost`.
-START_UP_COST = 80_000
 
 
 class HFLongformer(nn.Module):
@@ -147,85 +138,6 @@ def reason_to_skip(case: Case) -> str | None:
     return f"with dropout it keeps several N x N maps of {NUM_HEADS * case.length**2 * 4 / 2**30:.0f} GiB each"
 
 
-def run_once(module: nn.Module, x: Tensor) -> None:
-    """One pass; of a module in training mode, forward and backward."""
-    with torch.set_grad_enabled(module.training):
-        out = module(x)
-    if module.training:
-        out.backward(torch.ones_like(out))
-
-
-def time_once(module: nn.Module, x: Tensor) -> float:
-    gc.collect()
-    start = time.perf_counter()
-    run_once(module, x)
-    seconds = time.perf_counter() - start
-    module.zero_grad(set_to_none=True)
-    x.grad = None
-    return seconds
-
-
-def interleave(cases: Sequence[Case], *, rounds: int, samples: dict[Case, list[float]], bar: tqdm) -> None:
-    """Runs every case once in each round, in turn, and adds the seconds to `samples` as they come."""
-    built = {case: build(case) for case in cases}
-    # Else every collection between runs walks all that was imported, which takes longer than a short run.
-    gc.freeze()
-    for _ in range(rounds):
-        for case, (module, x) in built.items():
-            bar.set_description_str(str(case), refresh=False)
-            seconds = time_once(module, x)
-            samples.setdefault(case, []).append(seconds)
-            bar.update(expected_cost(case))
-
-
-def resident_bytes() -> int:
-    """What this process holds now; without /proc, the most it ever held."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:
-        return peak_bytes()
-
-
-def peak_bytes() -> int:
-    """The most this process ever held."""
-    # On Linux ru_maxrss survives exec: a child would report its parent's peak. VmHWM starts anew with each program.
-    try:
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    except OSError:
-        found = None
-    if found:
-        return int(found[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def memory_here(case: Case) -> dict[str, float]:
-    """This process's peak memory in MiB, and its growth over what the libraries took; right in a new process only."""
-    # The shortest length that HF Longformer takes makes the libraries start their threads and allocate their buffers.
-    run_once(*build(replace(case, length=WINDOW)))
-    gc.collect()
-    before = resident_bytes()
-    run_once(*build(case))
-    peak = peak_bytes()
-    return {"peak_mib": peak / MIB, "growth_mib": (peak - before) / MIB}
-
-
-def measure_memory(case: Case, results: Results) -> None:
-    """Runs `memory_here` in a process of its own."""
-    child = subprocess.run(
-        [sys.executable, "-m", "benchmarks.attention", "--measure-memory", case.contender, case.mode, str(case.length)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if child.returncode == 0:
-        results.memory[case] = json.loads(child.stdout)
-    else:
-        # A process killed for taking too much memory says nothing.
-        last_words = child.stderr.strip().rpartition("\n")[2] or "nothing said"
-        results.skipped.append(f"memory of {case}: its process ended with {child.returncode}, {last_words}")
-
-
 def feasible_cases(
     results: Results, *, contenders: Iterable[str], modes: Iterable[str], lengths: Iterable[int], what: str
 ) -> list[Case]:
@@ -254,21 +166,15 @@ def measure(args: argparse.Namespace, results: Results) -> None:
     total += scaling_rounds * sum(map(expected_cost, scaling))
     with progress_bar(total) as bar:
         for cases, rounds in zip(timed, args.rounds, strict=True):
-            interleave(cases, rounds=rounds, samples=results.times, bar=bar)
+            interleave(cases, build, rounds=rounds, samples=results.times, bar=bar, expected_cost=expected_cost)
             results.save(args.output)
         for case in memory:
             bar.set_description_str(f"memory of {case}", refresh=False)
-            measure_memory(case, results)
+            measure_memory(case, results, program="benchmarks.attention")
             bar.update(START_UP_COST + expected_cost(case))
             results.save(args.output)
-        interleave(scaling, rounds=scaling_rounds, samples=results.scaling, bar=bar)
+        interleave(scaling, build, rounds=scaling_rounds, samples=results.scaling, bar=bar, expected_cost=expected_cost)
         results.save(args.output)
-
-
-def progress_bar(total: float) -> tqdm:
-    # No smoothing: steps differ so much that only the average speed foretells anything.
-    layout = "{percentage:3.0f}%|{bar:20}| {elapsed} gone, {remaining} left: {desc}"
-    return tqdm(total=total, smoothing=0, bar_format=layout, mininterval=1.0, dynamic_ncols=True)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -315,7 +221,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.measure_memory:
         contender, mode, length = args.measure_memory
-        print(json.dumps(memory_here(Case(contender=contender, mode=mode, length=int(length)))))
+        case = Case(contender=contender, mode=mode, length=int(length))
+        # The shortest length that HF Longformer takes.
+        print(json.dumps(memory_here(case, build, shortest=WINDOW)))
         return 0
     results = Results(command=command(args))
     exit_code = 0

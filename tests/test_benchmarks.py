@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from benchmarks import attention
-from benchmarks.attention import main, memory_here, peak_bytes
+from benchmarks import attention, measure
+from benchmarks.attention import build, main
+from benchmarks.measure import measure_memory, memory_here, peak_bytes
 from benchmarks.report import DENSE, FORWARD, HF_LONGFORMER, HYBRID, TRAINING, TRAINING_DROPOUT, Case, Results
 
 TINY = ["--lengths", "32", "64", "--rounds", "2", "--memory-lengths", "--scaling-lengths", "32", "96"]
@@ -67,7 +68,7 @@ def test_stopping_keeps_what_was_measured(tiny_layer, tmp_path, monkeypatch, cap
             return value
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(attention, "time_once", stop_after_a_while)
+    monkeypatch.setattr(measure, "time_once", stop_after_a_while)
     assert main([*TINY, "--output", str(tmp_path)]) == 130
     report = json.loads((tmp_path / "attention.json").read_text())
     assert len(report["times"]) == 9 + 2
@@ -117,7 +118,7 @@ def test_dense_dropout_is_skipped_where_it_needs_gigabytes():
 
 
 def test_memory_of_a_case(tiny_layer):
-    numbers = memory_here(case(HYBRID, TRAINING, 64))
+    numbers = memory_here(case(HYBRID, TRAINING, 64), build, shortest=16)
     assert 0 < numbers["peak_mib"] <= peak_bytes() / 2**20
 
 
@@ -129,6 +130,6 @@ def test_memory_is_measured_in_a_process_of_its_own():
     del ballast
     results = Results(command="")
     measured = case(HYBRID, TRAINING, 1024)
-    attention.measure_memory(measured, results)
+    measure_memory(measured, results, program="benchmarks.attention")
     assert not results.skipped
     assert 0 < results.memory[measured]["growth_mib"] < results.memory[measured]["peak_mib"] < peak_bytes() / 2**20
