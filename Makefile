@@ -27,8 +27,9 @@ format: .venv/installed
 demo: .venv/installed  ## the main job on generated contracts: fine-tune, compare, save, reload, ask
 	.venv/bin/python -m finetune.demo
 
-bench: .venv/installed  ## side by side with HF Longformer and dense attention
+bench: .venv/installed  ## side by side with HF Longformer, dense attention and other encoders
 	.venv/bin/python -m benchmarks.attention
+	.venv/bin/python -m benchmarks.models
 
 # torch goes first and pinned: anything looser may pull another build with gigabytes of its own.
 .venv/installed: pyproject.toml constraints.txt

@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         exit_code = 130
     results.save(args.output)
     report = results.report()
-    draw(report, args.output / "attention.png")
+    draw(report, args.output / "attention.png", subject="one attention layer")
     print(format_report(report), end="")
     return exit_code
 

@@ -1,4 +1,4 @@
-"""Plots: the picture of a report: time over length, and the others' time and memory over the hybrid layer's."""
+"""Plots: the picture of a report: time over length, and the others' time and memory over the hybrid's."""
 
 from pathlib import Path
 from typing import Any
@@ -9,18 +9,36 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from .report import DENSE, FORWARD, HF_LONGFORMER, HYBRID, MODES, TRAINING
+from .report import (
+    DENSE,
+    FORWARD,
+    HF_BIGBIRD,
+    HF_LONGFORMER,
+    HF_MODERNBERT,
+    HF_ROBERTA,
+    HYBRID,
+    MODES,
+    TRAINING,
+)
 
-COLORS = {HF_LONGFORMER: "tab:orange", DENSE: "tab:gray", HYBRID: "tab:blue"}
+COLORS = {
+    HF_LONGFORMER: "tab:orange",
+    DENSE: "tab:gray",
+    HF_ROBERTA: "tab:gray",
+    HF_BIGBIRD: "tab:green",
+    HF_MODERNBERT: "tab:purple",
+    HYBRID: "tab:blue",
+}
 LINE_STYLES = {FORWARD: "-", TRAINING: "--"}
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+def draw(report: dict[str, Any], path: Path, *, subject: str) -> None:
     """Two panels, from the report alone."""
     figure = Figure(figsize=(14, 7), layout="constrained")
     FigureCanvasAgg(figure)
     time_axes, ratio_axes = figure.subplots(1, 2)
     draw_times(time_axes, report["times"], report["scaling"])
+    time_axes.set_title(f"Time of {subject}, dropout 0")
     draw_ratios(ratio_axes, ratio_bars(report))
     figure.savefig(path, dpi=120)
 
@@ -42,9 +60,10 @@ def draw_times(axes: Axes, times: list[dict[str, Any]], scaling: list[dict[str, 
     lengths = sorted({row["length"] for row in scaling + times})
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set(title="Time of one attention layer, dropout 0", xlabel="tokens", ylabel="seconds, best round")
+    axes.set(xlabel="tokens", ylabel="seconds, best round")
     axes.grid(alpha=0.3)
-    handles = [Line2D([], [], color=color, marker="o", label=name) for name, color in COLORS.items()]
+    shown = {row["contender"] for row in scaling + times}
+    handles = [Line2D([], [], color=color, marker="o", label=name) for name, color in COLORS.items() if name in shown]
     handles += [Line2D([], [], color="black", linestyle=style, label=mode) for mode, style in LINE_STYLES.items()]
     axes.legend(handles=handles, loc="upper left")
 
@@ -61,8 +80,8 @@ def ratio_bars(report: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def draw_ratios(axes: Axes, bars: dict[str, dict[str, float]]) -> None:
-    """A group of bars for each length and mode, the first on top; the line at 1 is the hybrid layer."""
-    height = 0.4
+    """A group of bars for each length and mode, the first on top; the line at 1 is the hybrid."""
+    height = 0.8 / max(map(len, bars.values()), default=1)
     for place, ratios in enumerate(bars.values()):
         for offset, (contender, ratio) in enumerate(sorted(ratios.items())):
             y = place + (offset - (len(ratios) - 1) / 2) * height
@@ -89,7 +108,8 @@ def draw_ratios(axes: Axes, bars: dict[str, dict[str, float]]) -> None:
     axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set(title="Other / hybrid: right of the line the hybrid layer is better", xlabel="times the hybrid layer's")
+    axes.set(title="Other / hybrid: right of the line the hybrid is better", xlabel="times the hybrid's")
     axes.grid(axis="x", alpha=0.3)
-    names = [name for name in COLORS if name != HYBRID]
+    shown = {name for ratios in bars.values() for name in ratios}
+    names = [name for name in COLORS if name in shown]
     axes.legend(handles=[Line2D([], [], color=COLORS[name], linewidth=6, label=name) for name in names])

@@ -1,6 +1,6 @@
-"""Report: what was measured, as rows with ratios to the hybrid layer, judged against targets, printed and saved.
+"""Report: what was measured, as rows with ratios to the hybrid's, judged against targets, printed and saved.
 
-Ratios are other / hybrid: above 1 the hybrid layer is faster or smaller.
+Ratios are other / hybrid: above 1 the hybrid is faster or smaller.
 """
 
 import json
@@ -17,6 +17,7 @@ import torch
 import transformers
 
 HF_LONGFORMER, DENSE, HYBRID = "HF Longformer", "dense SDPA", "hybrid"
+HF_ROBERTA, HF_BIGBIRD, HF_MODERNBERT = "HF RoBERTa", "HF BigBird", "HF ModernBERT"
 # Inference has no dropout, so the forward pass is one mode.
 FORWARD, TRAINING, TRAINING_DROPOUT = "forward", "forward+backward", "forward+backward, dropout 0.1"
 MODES = (FORWARD, TRAINING, TRAINING_DROPOUT)
@@ -43,6 +44,7 @@ class Results:
     """What was measured so far: seconds of every run, MiB of memory, and what was left out."""
 
     command: str
+    name: str = "attention"
     # Runs beside other busy processes are not worth much, so the file should show it.
     load_at_start: float = field(default_factory=lambda: os.getloadavg()[0])
     times: dict[Case, list[float]] = field(default_factory=dict)
@@ -67,14 +69,14 @@ class Results:
             "exponents": list(_exponents(scaling)),
             "skipped": self.skipped,
         }
-        return report | {"targets": [target.judge(report) for target in TARGETS]}
+        return report | {"targets": [target.judge(report) for target in TARGETS if self.name == "attention"]}
 
     def save(self, output: Path) -> None:
         """Writes beside and renames, so that a reader never meets half a file."""
         output.mkdir(parents=True, exist_ok=True)
-        beside = output / "attention.json.new"
+        beside = output / f"{self.name}.json.new"
         beside.write_text(json.dumps(self.report(), indent=1) + "\n")
-        beside.replace(output / "attention.json")
+        beside.replace(output / f"{self.name}.json")
 
 
 def _time_rows(samples: dict[Case, list[float]]) -> list[Row]:
@@ -182,7 +184,7 @@ def format_report(report: dict[str, Any]) -> str:
             "Peak training memory, MiB: whole process, growth, and growth other / hybrid",
             map(_memory_line, report["memory"]),
         ),
-        ("Scaling of the hybrid layer, seconds: best (median)", map(_time_line, report["scaling"])),
+        ("Scaling of the hybrid, seconds: best (median)", map(_time_line, report["scaling"])),
         ("Exponent of time over length: best (median)", map(_exponent_line, report["exponents"])),
         ("Skipped", report["skipped"]),
         ("Targets", map(_target_line, report["targets"])),
@@ -196,7 +198,7 @@ def _format_section(title: str, lines: Iterable[str]) -> str:
 
 
 def _case_columns(row: Row) -> str:
-    return f"{row['length']:6d}  {row['mode']:30s}{row['contender']:14s}"
+    return f"{row['length']:6d}  {row['mode']:30s}{row['contender']:16s}"
 
 
 def _time_line(row: Row) -> str:

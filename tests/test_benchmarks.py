@@ -1,11 +1,11 @@
-"""The attention benchmark: it runs, it judges its targets rightly, and stopping it loses nothing."""
+"""The benchmarks: they run, judge their targets rightly, and stopping them loses nothing."""
 
 import json
 
 import pytest
 import torch
 
-from benchmarks import attention, measure
+from benchmarks import attention, measure, models
 from benchmarks.attention import build, main
 from benchmarks.measure import measure_memory, memory_here, peak_bytes
 from benchmarks.report import DENSE, FORWARD, HF_LONGFORMER, HYBRID, TRAINING, TRAINING_DROPOUT, Case, Results
@@ -14,10 +14,22 @@ TINY = ["--lengths", "32", "64", "--rounds", "2", "--memory-lengths", "--scaling
 
 
 @pytest.fixture
-def tiny_layer(monkeypatch):
+def tiny_layer(monkeypatch, one_thread):
     sizes = {"HIDDEN_SIZE": 16, "NUM_HEADS": 2, "WINDOW": 16, "BLOCK_SIZE": 4}
     for name, size in sizes.items():
         monkeypatch.setattr(attention, name, size)
+
+
+@pytest.fixture
+def tiny_models(monkeypatch, one_thread):
+    sizes = {"num_hidden_layers": 3, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 50}
+    monkeypatch.setattr(models, "SIZES", sizes)
+    monkeypatch.setattr(models, "WINDOW", 16)
+    monkeypatch.setattr(models, "BLOCK_SIZE", 4)
+
+
+@pytest.fixture
+def one_thread():
     # Threads that share their cores with other processes wait for each other far longer than such small layers take.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -45,18 +57,47 @@ def test_writes_results_and_a_picture(tiny_layer, tmp_path, capsys):
     assert "Targets" in capsys.readouterr().out
 
 
-def test_the_command_in_the_results_asks_for_the_same_measurements():
-    args = attention.parse(["--quick", "--lengths", "512", "1024"])
-    words = attention.command(args).split()
-    assert words[:3] == ["python", "-m", "benchmarks.attention"]
-    again = attention.parse(words[3:])
-    assert attention.command(again) == attention.command(args)
+def test_whole_models_side_by_side(tiny_models, tmp_path, capsys):
+    assert models.main(["--lengths", "32", "--rounds", "1", "--memory-lengths", "--output", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "models.json").read_text())
+    assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
+    assert {row["contender"] for row in report["times"]} == set(models.CONTENDERS)
+    assert len(report["times"]) == 5 * 3 and all(row["best_ratio"] > 0 for row in report["times"])
+    assert "Targets" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", [["--lengths", "100"], ["--lengths", "512", "--rounds", "1", "2"], ["--rounds", "0"]])
-def test_refuses_what_it_cannot_measure(wrong):
+@pytest.mark.parametrize("contender", models.CONTENDERS)
+def test_models_are_alike_in_what_can_be(tiny_models, contender):
+    for mode, rate in ((FORWARD, 0.0), (TRAINING, 0.0), (TRAINING_DROPOUT, 0.1)):
+        encoder, input_ids = models.build(case(contender, mode, 32))
+        rates = {module.p for module in encoder.modules() if isinstance(module, torch.nn.Dropout)}
+        assert rates <= {rate} and encoder.training == (mode != FORWARD)
+        assert encoder(input_ids).shape == (1, 32, 16)
+
+
+@pytest.mark.parametrize("program", [attention, models])
+def test_the_command_in_the_results_asks_for_the_same_measurements(program):
+    args = program.parse(["--quick", "--lengths", "512", "1024"])
+    words = program.command(args).split()
+    assert words[:3] == ["python", "-m", program.__name__]
+    again = program.parse(words[3:])
+    assert program.command(again) == program.command(args)
+
+
+@pytest.mark.parametrize(
+    ("program", "wrong"),
+    [
+        (attention, ["--lengths", "100"]),
+        (attention, ["--lengths", "512", "--rounds", "1", "2"]),
+        (attention, ["--rounds", "0"]),
+        (models, ["--lengths", "512", "--rounds", "1", "2"]),
+        (models, ["--rounds", "0"]),
+        (models, ["--modes", "sideways"]),
+    ],
+)
+def test_refuses_what_it_cannot_measure(program, wrong):
     with pytest.raises(SystemExit):
-        attention.parse(wrong)
+        program.parse(wrong)
 
 
 def test_stopping_keeps_what_was_measured(tiny_layer, tmp_path, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """The README is true: its Python runs as it stands, its files and commands exist."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForQuestionAnswering
 
+from benchmarks.tables import ratio_table
 from hybrid_longformer.cli import main
 
 from .finetuning import write_questions, write_summaries
@@ -78,6 +80,15 @@ def test_commands_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert main([*words[1:], *fewer_steps]) == 0, words
     for output in ("qa", "summaries"):
         assert (tmp_path / "runs" / output / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("page", "name"), [("README.md", "models"), ("docs/benchmarks.md", "models"), ("docs/benchmarks.md", "attention")]
+)
+def test_tables_show_the_saved_results(page: str, name: str) -> None:
+    text, report = (ROOT / page).read_text(), json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    assert ratio_table(name) in text
+    assert report["command"] in " ".join(text.split())
 
 
 def test_linked_files_exist() -> None:
