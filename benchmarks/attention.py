@@ -8,7 +8,6 @@ other / hybrid: above 1 the hybrid layer is faster or smaller. Letters: B batch,
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
@@ -24,8 +23,7 @@ from hybrid_longformer import AttentionPattern, HybridSelfAttention
 from hybrid_longformer.batch import describe_batch
 from hybrid_longformer.plan import build_plans
 
-from .measure import START_UP_COST, interleave, measure_memory, memory_here, progress_bar
-from .plots import draw
+from .measure import START_UP_COST, interleave, measure_and_report, measure_memory, print_memory, progress_bar
 from .report import (
     DENSE,
     FORWARD,
@@ -36,7 +34,6 @@ from .report import (
     TRAINING_DROPOUT,
     Case,
     Results,
-    format_report,
 )
 
 HIDDEN_SIZE, NUM_HEADS, WINDOW, RANDOM_BLOCKS, BLOCK_SIZE = 768, 12, 512, 3, 64
@@ -220,23 +217,10 @@ def command(args: argparse.Namespace) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.measure_memory:
-        contender, mode, length = args.measure_memory
-        case = Case(contender=contender, mode=mode, length=int(length))
         # The shortest length that HF Longformer takes.
-        print(json.dumps(memory_here(case, build, shortest=WINDOW)))
-        return 0
+        return print_memory(args.measure_memory, build, shortest=WINDOW)
     results = Results(command=command(args))
-    exit_code = 0
-    try:
-        measure(args, results)
-    except KeyboardInterrupt:
-        print("\nStopped; this is what was measured until then.", file=sys.stderr)
-        exit_code = 130
-    results.save(args.output)
-    report = results.report()
-    draw(report, args.output / "attention.png", subject="one attention layer")
-    print(format_report(report), end="")
-    return exit_code
+    return measure_and_report(lambda: measure(args, results), results, args.output, subject="one attention layer")
 
 
 if __name__ == "__main__":

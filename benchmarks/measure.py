@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .report import Case, Results
+from .plots import draw
+from .report import Case, Results, format_report
 
 MIB = 2**20
 # What starting a process costs, in the units of the expected costs.
@@ -118,3 +119,26 @@ def progress_bar(total: float) -> tqdm:
     # No smoothing: steps differ so much that only the average speed foretells anything.
     layout = "{percentage:3.0f}%|{bar:20}| {elapsed} gone, {remaining} left: {desc}"
     return tqdm(total=total, smoothing=0, bar_format=layout, mininterval=1.0, dynamic_ncols=True)
+
+
+def print_memory(words: Sequence[str], build: Builder, *, shortest: int) -> int:
+    """What the process that `measure_memory` starts is for; `words` are the contender, the mode and the length."""
+    contender, mode, length = words
+    case = Case(contender=contender, mode=mode, length=int(length))
+    print(json.dumps(memory_here(case, build, shortest=shortest)))
+    return 0
+
+
+def measure_and_report(measure: Callable[[], None], results: Results, output: Path, *, subject: str) -> int:
+    """Measures, then saves, draws and prints what there is, also when it was stopped; returns the exit code."""
+    exit_code = 0
+    try:
+        measure()
+    except KeyboardInterrupt:
+        print("\nStopped; this is what was measured until then.", file=sys.stderr)
+        exit_code = 130
+    results.save(output)
+    report = results.report()
+    draw(report, output / f"{results.name}.png", subject=subject)
+    print(format_report(report), end="")
+    return exit_code

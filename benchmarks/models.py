@@ -9,7 +9,6 @@ turns to full attention by itself at 704 tokens and less. Dropout is the same fo
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,8 +30,7 @@ from transformers import (
 
 from hybrid_longformer import HybridLongformerConfig, HybridLongformerModel
 
-from .measure import START_UP_COST, interleave, measure_memory, memory_here, progress_bar
-from .plots import draw
+from .measure import START_UP_COST, interleave, measure_and_report, measure_memory, print_memory, progress_bar
 from .report import (
     FORWARD,
     HF_BIGBIRD,
@@ -45,7 +43,6 @@ from .report import (
     TRAINING_DROPOUT,
     Case,
     Results,
-    format_report,
 )
 
 SIZES = {"num_hidden_layers": 3, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 1000}
@@ -182,22 +179,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     logging.set_verbosity_error()  # BigBird says at every length what it does there
     if args.measure_memory:
-        contender, mode, length = args.measure_memory
-        case = Case(contender=contender, mode=mode, length=int(length))
-        print(json.dumps(memory_here(case, build, shortest=min(SHORTEST, case.length))))
-        return 0
+        return print_memory(args.measure_memory, build, shortest=SHORTEST)
     results = Results(command=command(args), name="models")
-    exit_code = 0
-    try:
-        measure(args, results)
-    except KeyboardInterrupt:
-        print("\nStopped; this is what was measured until then.", file=sys.stderr)
-        exit_code = 130
-    results.save(args.output)
-    report = results.report()
-    draw(report, args.output / "models.png", subject="encoders with three layers")
-    print(format_report(report), end="")
-    return exit_code
+    return measure_and_report(
+        lambda: measure(args, results), results, args.output, subject="encoders with three layers"
+    )
 
 
 if __name__ == "__main__":
