@@ -10,7 +10,7 @@ Letters: B batch, N tokens, H heads, D head size, G global tokens, T tiles, Q qu
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -57,25 +57,24 @@ def attend(
     pieces: Sequence[Piece],
     *,
     real: Tensor | None = None,
-    other_rows: Callable[[], OtherRows] | None = None,
+    other_rows: OtherRows | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attention of (B, N, H, D) queries over the edges of all pieces, with one softmax of q . k / sqrt(D).
 
     Args:
         real: (B, N) bool; the rows of other tokens give zeros.
-        other_rows: makes rows to put in place of what the pieces say.
+        other_rows: rows to put in place of what the pieces say.
         dropout: probability of dropping each attention probability after the softmax, as in RoBERTa.
     """
     if torch.compiler.is_compiling():
         out = _attend_in_graph(query, key, value, pieces, real, dropout)
-        return out if other_rows is None else put_rows(out, other_rows())
-    rows = None if other_rows is None else other_rows()
+        return out if other_rows is None else put_rows(out, other_rows)
     if torch.is_grad_enabled():
-        return _Attend.apply(query, key, value, *(rows or (None, None, None)), list(pieces), real, dropout)
+        return _Attend.apply(query, key, value, *(other_rows or (None, None, None)), list(pieces), real, dropout)
     with _no_autocast(query):
         out, _, _ = attend_forward(query, key, value, pieces, real, dropout)
-    return out if rows is None else put_rows(out, rows, in_place=True)
+    return out if other_rows is None else put_rows(out, other_rows, in_place=True)
 
 
 def _queries_at_a_time(x: Tensor, dropout: float) -> int:

@@ -5,20 +5,21 @@ Letters: B batch, H heads, N tokens, D head size, E hidden size, G global tokens
 
 import sys
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .absorbed import FewRows, is_plain
 from .attend import OtherRows
 from .backend import BACKENDS, check_implementation, dense_context, dense_probabilities, plan_edges
 from .batch import Batch, check_mask, check_shape, describe_batch
 from .configuration_hybrid_longformer import HybridLongformerConfig
 from .pieces import as_bias
 from .plan import LayerPlan, build_plans
-from .projections import absorbed_rows, is_plain, project
+from .projections import project
 
 GlobalContext = Literal["mean"] | None
 
@@ -63,24 +64,19 @@ class HybridSelfAttention(nn.Module):
         self, x: Tensor, plan: LayerPlan, *, attn_implementation: str = "sdpa", output_attentions: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the (B, N, E) output and, if asked for, the (B, H, N, N) map of probabilities before dropout."""
-        layers = (self.query, self.key, self.value)
-        global_places = plan.batch.flat_global_index if self.separate_global_projections else None
-        # The key's bias adds the same to every score of a row: the softmax loses it, the global context does not.
-        q, k, v, *global_x = project(x, layers, global_places, unbiased=None if self.global_context else self.key)
-        q, k, v = (self._split_heads(y) for y in (q, k, v))
         dropout = self.dropout if self.training else 0.0
-        attention_map = None
-        if output_attentions or attn_implementation == "eager":
-            attention_map = self.attention_map(x, q, k, plan)
-        if attn_implementation == "eager":
+        is_eager = attn_implementation == "eager"
+        few = None if is_eager else self._few_rows(plan, dropout, bias_dtype(x))
+        # The key's bias adds the same to every score of a row: the softmax loses it, the global context does not.
+        layers, unbiased = (self.query, self.key, self.value), None if self.global_context else self.key
+        q, k, v, *rows = project(x, layers, few, unbiased=unbiased)
+        q, k, v = (self._split_heads(y) for y in (q, k, v))
+        attention_map = self.attention_map(x, q, k, plan) if is_eager or output_attentions else None
+        if is_eager:
             context = self._mix_by_map(x, v, attention_map, plan, dropout)
         else:
-            make_rows = (
-                None
-                if plan.batch.is_global is None
-                else partial(self._global_rows, x, q, k, v, *global_x, plan=plan, dropout=dropout)
-            )
-            context = BACKENDS[attn_implementation](q, k, v, plan, make_rows, dropout)
+            other_rows = self._global_rows(x, q, k, v, *rows, plan=plan, dropout=dropout)
+            context = BACKENDS[attn_implementation](q, k, v, plan, other_rows, dropout)
         if self.global_context == "mean":
             context = context + global_context_mix(self._split_heads(x), q, k, plan.batch)
         return context.flatten(2), attention_map if output_attentions else None
@@ -109,23 +105,36 @@ class HybridSelfAttention(nn.Module):
         rows = dense_context(attention_map, self._split_heads(self.value_global(x)), dropout)
         return torch.where(is_global[..., None, None], rows, context)
 
-    def _global_rows(self, x, q, k, v, global_x=None, *, plan: LayerPlan, dropout: float) -> OtherRows:
-        """The rows of the global tokens, which see everything; `global_x` (B * G, E) are their inputs."""
-        batch, bias = plan.batch, global_row_bias(plan, k.dtype)
-        assert batch.flat_global_index is not None
-        shape = (batch.shape[0], batch.num_global_slots)
-        if global_x is None:
-            global_q = q.flatten(0, 1).index_select(0, batch.flat_global_index).unflatten(0, shape)
-            rows = _attend_rows(global_q, k, v, bias, dropout)
-        elif self._can_absorb(batch.num_global_slots):
-            layers = (self.query_global, self.key_global, self.value_global)
-            rows = absorbed_rows(x, global_x, layers, num_heads=self.num_heads, bias=bias, dropout=dropout)
-        else:
-            global_q = self._split_heads(self.query_global(global_x)).unflatten(0, shape)
-            global_k, global_v = (self._split_heads(layer(x)) for layer in (self.key_global, self.value_global))
-            rows = _attend_rows(global_q, global_k, global_v, bias, dropout)
+    def _few_rows(self, plan: LayerPlan, dropout: float, dtype: torch.dtype) -> FewRows | None:
+        """The rows of global tokens whose own projections are absorbed; None where there are none."""
+        places = plan.batch.flat_global_index
+        if places is None or not self.separate_global_projections or not self._can_absorb(plan.batch.num_global_slots):
+            return None
+        return FewRows(
+            layers=(self.query_global, self.key_global, self.value_global),
+            places=places,
+            num_heads=self.num_heads,
+            bias=global_row_bias(plan, dtype),
+            dropout=dropout,
+        )
+
+    def _global_rows(self, x, q, k, v, rows=None, *, plan: LayerPlan, dropout: float) -> OtherRows | None:
+        """The rows of the global tokens, which see everything, made unless they are there already."""
+        batch = plan.batch
+        places = batch.flat_global_index
+        if places is None:
+            return None
+        if rows is None:
+            if self.separate_global_projections:
+                global_x = x.flatten(0, 1).index_select(0, places)
+                global_q = self._split_heads(self.query_global(global_x))
+                k, v = (self._split_heads(y) for y in project(x, (self.key_global, self.value_global)))
+            else:
+                global_q = q.flatten(0, 1).index_select(0, places)
+            global_q = global_q.unflatten(0, (batch.shape[0], -1))
+            rows = _attend_rows(global_q, k, v, global_row_bias(plan, k.dtype), dropout)
         is_used = None if batch.is_global_slot is None else batch.is_global_slot.flatten()
-        return OtherRows(rows, batch.flat_global_index, is_used)
+        return OtherRows(rows, places, is_used)
 
     def _can_absorb(self, num_global_slots: int) -> bool:
         """Absorbing pays while G * H < E, and is right for plain linear layers only."""

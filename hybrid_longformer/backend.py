@@ -23,7 +23,6 @@ from .pattern import AttentionPattern, ceil_div, dense_mask
 from .plan import LayerPlan
 from .random_blocks import lay_out_documents, random_keys
 
-OtherRowsMaker = Callable[[], OtherRows]
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 
 
@@ -61,13 +60,13 @@ def dense_context(probabilities: Tensor, value: Tensor, dropout: float) -> Tenso
 
 
 def sdpa_attention(
-    query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, other_rows: OtherRowsMaker | None, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, other_rows: OtherRows | None, dropout: float
 ) -> Tensor:
     return attend(query, key, value, plan.pieces, real=plan.batch.real, other_rows=other_rows, dropout=dropout)
 
 
 def flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, other_rows: OtherRowsMaker | None, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, plan: LayerPlan, other_rows: OtherRows | None, dropout: float
 ) -> Tensor:
     """The global tokens' keys stand behind the others, so that every query reads them in the same few blocks."""
     if dropout:
@@ -88,11 +87,11 @@ def flex_attention(
         block_mask=flex_block_mask(plan.pattern, batch),
     ).transpose(1, 2)
     out = out if batch.real is None else out.masked_fill(~batch.real[..., None, None], 0.0)
-    return out if other_rows is None else put_rows(out, other_rows())
+    return out if other_rows is None else put_rows(out, other_rows)
 
 
 # The fast ones; `eager` is made of the dense functions above, since it needs its map.
-BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, LayerPlan, OtherRowsMaker | None, float], Tensor]] = {
+BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, LayerPlan, OtherRows | None, float], Tensor]] = {
     "sdpa": sdpa_attention,
     "flex_attention": flex_attention,
 }
