@@ -208,29 +208,38 @@ def _times_inputs(few: Tensor, x: Tensor) -> Tensor:
     if not _is_cut_up(x):
         # The product the other way round takes half as long again.
         return torch.bmm(x, few.transpose(1, 2)).transpose(1, 2)
-    num_rest = x.shape[1] % PARTS_OF_INPUTS
-    runs, rest = x.split([x.shape[1] - num_rest, num_rest], 1)
-    runs = runs.view(PARTS_OF_INPUTS, -1, x.shape[-1]).transpose(1, 2)  # (parts, E, N / parts)
-    products = torch.bmm(few.expand(PARTS_OF_INPUTS, -1, -1), runs).transpose(0, 1).flatten(1)[None]
-    return torch.cat([products, torch.bmm(few, rest.transpose(1, 2))], -1) if num_rest else products
+    _, length, hidden_size = x.shape
+    num_rest = length % PARTS_OF_INPUTS
+    runs = x[:, : length - num_rest] if num_rest else x
+    runs = runs.view(PARTS_OF_INPUTS, -1, hidden_size).transpose(1, 2)  # (parts, E, N / parts)
+    products = (
+        torch.bmm(few.expand(PARTS_OF_INPUTS, -1, -1), runs).transpose(0, 1).reshape(few.shape[0], few.shape[1], -1)
+    )
+    if not num_rest:
+        return products
+    return torch.cat([products, torch.bmm(few, x[:, length - num_rest :].transpose(1, 2))], -1)
 
 
 def _mix_inputs(weights: Tensor, x: Tensor) -> Tensor:
     """(B, H * G, N) weights of (B, N, E) inputs to their (B, H * G, E) sums."""
     if not _is_cut_up(x):
         return torch.bmm(weights, x)
-    parts = x[0].view(x.shape[1], PARTS_OF_INPUTS, -1).transpose(0, 1)  # (parts, N, E / parts)
-    return torch.bmm(weights.expand(PARTS_OF_INPUTS, -1, -1), parts).transpose(0, 1).flatten(1)[None]
+    _, length, hidden_size = x.shape
+    parts = x.view(length, PARTS_OF_INPUTS, -1).transpose(0, 1)  # (parts, N, E / parts)
+    return torch.bmm(weights.expand(PARTS_OF_INPUTS, -1, -1), parts).transpose(0, 1).reshape(1, -1, hidden_size)
 
 
 def _to_rows(x: Tensor, batch_size: int) -> Tensor:
     """(H, B * G, E) to (B, H * G, E)."""
     num_heads, num_few, size = x.shape
-    by_row = x.view(num_heads, batch_size, num_few // batch_size, size).transpose(0, 1)
-    return by_row.reshape(batch_size, -1, size)
+    if batch_size == 1:
+        return x.reshape(1, -1, size)
+    return x.view(num_heads, batch_size, num_few // batch_size, size).transpose(0, 1).reshape(batch_size, -1, size)
 
 
 def _to_heads(x: Tensor, num_heads: int) -> Tensor:
     """(B, H * G, E) to (H, B * G, E)."""
     batch_size, _, size = x.shape
+    if batch_size == 1:
+        return x.view(num_heads, -1, size)
     return x.view(batch_size, num_heads, -1, size).transpose(0, 1).reshape(num_heads, -1, size)

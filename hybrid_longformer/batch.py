@@ -186,10 +186,11 @@ def _find_globals(is_global: Tensor, limit: int | None, num_extra: int) -> tuple
     without a limit it keeps `COMPILED_GLOBAL_SLOTS`.
     """
     if limit is None and not torch.compiler.is_compiling():
-        counts = is_global.sum(1).tolist()
+        places = is_global.nonzero()
+        counts = [len(places)] if len(is_global) == 1 else is_global.sum(1).tolist()
         slots = max(counts)
         if 0 < slots == min(counts):
-            return is_global.nonzero()[:, 1].view(-1, slots), None
+            return places[:, 1].view(-1, slots), None
     else:
         slots = _promised_slots(is_global, limit, num_extra)
     if slots == 0:
