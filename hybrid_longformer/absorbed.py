@@ -82,6 +82,7 @@ def absorbed_rows(x: Tensor, few: FewRows) -> Tensor:
 
 
 def absorb(few: FewRows, x: Tensor, parameters: FewParameters) -> Absorbed:
+    """Rows over all (B, N, E) inputs; queries come from their layer where the parameters don't hold its weight."""
     inputs = x.flatten(0, 1).index_select(0, few.places)
     query = None
     if parameters.query_weight is None:
