@@ -7,13 +7,13 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: test test-oldest quick lint format demo bench clean
 
 test: lint  ## ruff, mypy and the whole suite
-	.venv/bin/python -m pytest -n 2 --dist worksteal
+	.venv/bin/python -m pytest -n 2
 
 quick: .venv/installed  ## the suite without what compiles, exports or measures
-	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+	.venv/bin/python -m pytest -n 2 -m "not slow"
 
 test-oldest: .venv-oldest/installed  ## the quick tests on the oldest transformers that pyproject.toml allows
-	.venv-oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+	.venv-oldest/bin/python -m pytest -n 2 -m "not slow"
 
 lint: .venv/installed
 	.venv/bin/ruff format --check .
