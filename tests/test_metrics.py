@@ -1,5 +1,6 @@
 """Metrics: worked by hand, against transformers' own SQuAD scores where it has them, and loaded without network."""
 
+import importlib
 import json
 import os
 import random
@@ -51,11 +52,20 @@ def _own_module_cache(tmp_path_factory):
     import evaluate.config
 
     folder = tmp_path_factory.mktemp("modules")
+    forget_modules()
     with pytest.MonkeyPatch.context() as patch:
         for config in (evaluate.config, datasets.config):
             patch.setattr(config, "HF_MODULES_CACHE", folder)
         patch.syspath_prepend(str(folder))
         yield
+    forget_modules()
+
+
+def forget_modules() -> None:
+    """Metrics that were loaded from another folder would be looked for there, whatever the folder is now."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "evaluate_modules"]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
 
 
 def reference(name, *texts):
