@@ -36,6 +36,8 @@ from .pieces import (
 # does not grow with the length. Other devices want fewer and larger calls.
 QUERIES_AT_A_TIME_ON_CPU = 256
 QUERIES_AT_A_TIME_WITH_DROPOUT_ON_CPU = 512
+# Forward, windows are views and make no temporaries but their results.
+WINDOW_QUERIES_AT_A_TIME_ON_CPU = 1024
 QUERIES_AT_A_TIME = 4096
 # The log-sum-exp of rows that are not the pieces' own: it makes every weight exp(-inf), so they have no gradient.
 UNSEEN = torch.inf
@@ -77,10 +79,13 @@ def attend(
     return out if other_rows is None else put_rows(out, other_rows, in_place=True)
 
 
-def _queries_at_a_time(x: Tensor, dropout: float) -> int:
+def _queries_at_a_time(piece: Piece, x: Tensor, dropout: float, *, is_forward: bool) -> int:
     if x.device.type != "cpu":
         return QUERIES_AT_A_TIME
-    return QUERIES_AT_A_TIME_WITH_DROPOUT_ON_CPU if dropout else QUERIES_AT_A_TIME_ON_CPU
+    if dropout:
+        return QUERIES_AT_A_TIME_WITH_DROPOUT_ON_CPU
+    is_view_only = is_forward and isinstance(piece, WindowPiece)
+    return WINDOW_QUERIES_AT_A_TIME_ON_CPU if is_view_only else QUERIES_AT_A_TIME_ON_CPU
 
 
 def _no_autocast(x: Tensor):
@@ -193,7 +198,7 @@ def _add_piece(piece: Piece, query, key, value, flat_out, flat_lse, dropout: flo
     q, k, v = (some_heads(x, piece.heads) for x in (query, key, value))
     flats = [some_heads(x, piece.heads, dim=1) for x in (flat_out, flat_lse)]
     keep = _KeepMask(_new_keep_mask(piece, q)) if dropout else None
-    for chunk, tiles in _chunks_of_tiles(piece, q, k, v, dropout):
+    for chunk, tiles in _chunks_of_tiles(piece, q, k, v, dropout, is_forward=True):
         chunk_keep = None
         if keep is not None:
             chunk_keep = keep.next_part(tiles)
@@ -226,7 +231,7 @@ def attend_backward(grad_out, query, key, value, out, lse, kept, pieces, dropout
 
 def _add_piece_gradients(piece: Piece, inputs: list[Tensor], grads: list[Tensor], keep, dropout: float) -> None:
     query, key, value, out, lse, grad_out = inputs
-    for chunk, tiles in _chunks_of_tiles(piece, query, key, value, dropout):
+    for chunk, tiles in _chunks_of_tiles(piece, query, key, value, dropout, is_forward=False):
         results = piece.queries(out, chunk), piece.log_sum_exp(lse, chunk), piece.queries(grad_out, chunk)
         part = backward_kernel(tiles, *results, None if keep is None else keep.next_part(tiles), dropout)
         if isinstance(piece, GatheredPiece):
@@ -258,10 +263,10 @@ class _KeepMask:
 
 
 def _chunks_of_tiles(
-    piece: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float
+    piece: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float, *, is_forward: bool
 ) -> Iterator[tuple[Any, Tiles]]:
     """What to work on at a time: each chunk, of the piece's own kind, with its tiles, which hold until the next one."""
-    at_a_time = _queries_at_a_time(query, dropout)
+    at_a_time = _queries_at_a_time(piece, query, dropout, is_forward=is_forward)
     rooms = [piece.room_for_keys(x, at_a_time) for x in (key, value)]
     for chunk in piece.chunks(at_a_time):
         keys, values = (piece.keys(x, chunk, room) for x, room in zip((key, value), rooms, strict=True))

@@ -242,7 +242,10 @@ class WindowPiece:
         """(T or 1, 1, Q, K): inside the window, of the own document, and not hidden."""
         bias = self.band[: self._num_queries(chunk), chunk.columns][None]
         if self.key_bias is not None:
-            bias = torch.minimum(bias, self.keys(self.key_bias, chunk)[:, None])
+            key_bias = self.keys(self.key_bias, chunk)
+            # Mostly nothing is hidden, and all tiles share the band. Other devices would have to wait for the answer.
+            if key_bias.device.type != "cpu" or key_bias.any():
+                bias = torch.minimum(bias, key_bias[:, None])
         if self.document is not None:
             own, other = self.queries(self.document, chunk), self.keys(self.document, chunk)
             bias = torch.where(own[:, :, None] == other[:, None], bias, torch.finfo(bias.dtype).min)
