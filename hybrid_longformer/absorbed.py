@@ -11,15 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-
-def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is its weight and bias and nothing else. Adapters, quantised layers and layers whose weights a
-    hook brings in have to be called."""
-    has_hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return type(layer) is nn.Linear and not has_hooks and "_hf_hook" not in vars(layer)
+from .plain import is_plain
 
 
 class FewRows(NamedTuple):

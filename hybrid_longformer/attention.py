@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .absorbed import FewRows, is_plain
+from .absorbed import FewRows
 from .attend import OtherRows
 from .backend import BACKENDS, check_implementation, dense_context, dense_probabilities, plan_edges
 from .batch import Batch, check_mask, check_shape, describe_batch
 from .configuration_hybrid_longformer import HybridLongformerConfig
 from .pieces import as_bias
+from .plain import is_plain
 from .plan import LayerPlan, build_plans
 from .projections import project
 

@@ -18,6 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import HybridSelfAttention
 from .configuration_hybrid_longformer import HybridLongformerConfig
+from .feed_forward import can_divide, feed_forward
+from .plain import has_hooks
 from .plan import LayerPlan
 
 
@@ -58,7 +60,11 @@ class ResidualOutput(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, output: Tensor, residual: Tensor) -> Tensor:
-        return self.LayerNorm(self.dropout(self.dense(output)) + residual)
+        return self.finish(self.dense(output), residual)
+
+    def finish(self, projected: Tensor, residual: Tensor) -> Tensor:
+        """All but the projection."""
+        return self.LayerNorm(self.dropout(projected) + residual)
 
 
 class Intermediate(nn.Module):
@@ -71,6 +77,15 @@ class Intermediate(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.activation(self.dense(hidden_states))
+
+
+def feed_forward_block(intermediate: Intermediate, output: ResidualOutput, hidden_states: Tensor) -> Tensor:
+    """`intermediate`, then `output`, without keeping what is wide where nobody looks at it."""
+    up, activation, down = intermediate.dense, intermediate.activation, output.dense
+    is_watched = has_hooks(intermediate) or has_hooks(output) or has_hooks(activation)
+    if is_watched or not can_divide(hidden_states, up, activation, down):
+        return output(intermediate(hidden_states), hidden_states)
+    return output.finish(feed_forward(hidden_states, up, activation, down), hidden_states)
 
 
 class EncoderAttention(nn.Module):
@@ -108,7 +123,7 @@ class HybridLongformerLayer(GradientCheckpointingLayer):
         return torch.cat([self._feed_forward(chunk) for chunk in attended.split(self.chunk_size, dim=1)], dim=1)
 
     def _feed_forward(self, hidden_states: Tensor) -> Tensor:
-        return self.output(self.intermediate(hidden_states), hidden_states)
+        return feed_forward_block(self.intermediate, self.output, hidden_states)
 
 
 class HybridLongformerEncoder(nn.Module):
@@ -249,4 +264,4 @@ class HybridLongformerDecoderLayer(GradientCheckpointingLayer):
         hidden_states = self.crossattention(
             hidden_states, encoder_attention_mask, encoder_hidden_states, past_key_values=past_key_values, **kwargs
         )
-        return self.output(self.intermediate(hidden_states), hidden_states)
+        return feed_forward_block(self.intermediate, self.output, hidden_states)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .absorbed import Absorbed, FewParameters, FewRows, absorb, absorb_backward, absorbed_rows, in_full, is_plain
+from .absorbed import Absorbed, FewParameters, FewRows, absorb, absorb_backward, absorbed_rows, in_full
+from .plain import is_in_graph, is_plain
 
 
 def project(
@@ -26,7 +27,8 @@ def project(
             over its output, and has a gradient of zeros.
     """
     all_layers = layers if few is None else (*layers, *few.layers)
-    if _takes_gradients_by_hand(x) and all(is_plain(layer) and layer.bias is not None for layer in all_layers):
+    by_hand = torch.is_grad_enabled() and not is_in_graph(x)
+    if by_hand and all(is_plain(layer) and layer.bias is not None for layer in all_layers):
         is_biased = [layer is not unbiased for layer in layers]
         weights, biases = (layer.weight for layer in all_layers), (layer.bias for layer in all_layers)
         return _Project.apply(x, few, is_biased, *weights, *biases)
@@ -35,11 +37,6 @@ def project(
     leaves_out = leaves_out and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
     outputs = tuple(F.linear(x, unbiased.weight) if unbiased is layer and leaves_out else layer(x) for layer in layers)
     return outputs if few is None else (*outputs, absorbed_rows(x, few))
-
-
-def _takes_gradients_by_hand(x: Tensor) -> bool:
-    is_in_graph = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
-    return torch.is_grad_enabled() and not is_in_graph
 
 
 class _Project(torch.autograd.Function):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid_longformer.absorbed import FewRows, absorbed_rows, is_plain
+from hybrid_longformer.absorbed import FewRows, absorbed_rows
+from hybrid_longformer.plain import is_plain
 from hybrid_longformer.projections import project
 
 
