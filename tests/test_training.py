@@ -13,7 +13,7 @@ from tests.models import tiny_config
 accelerate = pytest.importorskip("accelerate")
 
 # Dropout would only make a task this small take longer to learn.
-CONFIG = partial(tiny_config, attention_window=8, hidden_dropout_prob=0.0)
+CONFIG = partial(tiny_config, attention_window=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
 def far_copy_examples(count: int, length: int = 60) -> list[dict]:
