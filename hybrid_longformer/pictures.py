@@ -1,6 +1,6 @@
 """Pictures: draws attention patterns and attention maps, from the same predicates that the model computes with.
 
-A tool beside the model: nothing in the model imports it, and only drawing (not `edge_rules`) needs matplotlib.
+A tool beside the model: nothing in the model imports it, and drawing needs matplotlib.
 
     python -m hybrid_longformer.pictures pattern --length 256 --window 32 --block-size 16 --output pattern.png
     python -m hybrid_longformer.pictures layers --length 256 --window 32 --block-size 16 --output layers.png
@@ -12,54 +12,27 @@ Letters: H heads, N tokens.
 import argparse
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .batch import Batch, describe_batch
 from .configuration_hybrid_longformer import HybridLongformerConfig
-from .pattern import AttentionPattern, Predicate, global_tokens
+from .pattern import AttentionPattern
+from .picture_canvas import INK, Canvas, cell_note, count_cells, label_axes, save_figure, show_cells, shrink
+from .picture_rules import Rule, describe_pattern, describe_random, describe_window, edge_rules, one_row_batch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Predicates are asked about every pair of tokens, so a longer picture would take gigabytes.
-LONGEST_PICTURE = 4096
 LONGEST_LABELLED_MAP = 60
 
-DPI = 144
-INK, BACKGROUND, PADDING_COLOUR = "#222222", "#EFEEEA", "#CFCDC6"
-
-
-class Rule(IntEnum):
-    """Why query i may see key j. Where several rules allow an edge, the one with the highest number names it."""
-
-    NONE = 0
-    RANDOM = 1
-    WINDOW = 2
-    GLOBAL = 3
-
+BACKGROUND, PADDING_COLOUR = "#EFEEEA", "#CFCDC6"
 
 # Paul Tol's "high contrast": distinct for every kind of colour vision, and in grey.
 RULE_COLOURS = {Rule.NONE: BACKGROUND, Rule.RANDOM: "#DDAA33", Rule.WINDOW: "#004488", Rule.GLOBAL: "#BB5566"}
-
-
-def edge_rules(pattern: AttentionPattern, batch: Batch, *, head: int = 0, row: int = 0) -> Tensor:
-    """The (N, N) `Rule` by which query i (down) of one head sees key j (across), for one row of a batch."""
-    edges = _graph(batch.edges(pattern), batch, head=head, row=row)
-    without_globals = replace(batch, is_global=None, global_index=None, flat_global_index=None, is_global_slot=None)
-    window_edges = without_globals.edges(replace(pattern, num_random_blocks=0))
-    # Edges are the union of three rules, so those that neither of the other two explains are random.
-    rules = edges * int(Rule.RANDOM)
-    rules[_graph(window_edges, batch, head=head, row=row)] = int(Rule.WINDOW)
-    if batch.is_global is not None:
-        rules[edges & _graph(global_tokens(batch.is_global), batch, head=head, row=row)] = int(Rule.GLOBAL)
-    return rules
 
 
 def draw_pattern(
@@ -88,20 +61,20 @@ def draw_pattern(
     batch = one_row_batch(length=length, global_positions=global_positions, padding=padding, document_ids=document_ids)
     rules = edge_rules(pattern, batch, head=head)
     edges = int((rules != Rule.NONE).sum())
-    canvas = _Canvas(cells=_cells(length, at_most=512), side=720, left=100, right=40, top=112, bottom=140)
+    canvas = Canvas(cells=count_cells(length, at_most=512), side=720, left=100, right=40, top=112, bottom=140)
     panel = canvas.panel(0, 0)
     _draw_rules(panel, rules, at_most=canvas.cells, padding=padding)
-    _label_axes(panel)
+    label_axes(panel)
     panel.set_title(
         f"{'' if pattern is config_or_pattern else f'layer {layer}, '}head {head}: "
-        f"{edges:,} edges, {edges / length**2:.1%} of {length:,}²{_cell_note(length, at_most=canvas.cells)}\n"
+        f"{edges:,} edges, {edges / length**2:.1%} of {length:,}²{cell_note(length, at_most=canvas.cells)}\n"
         f"{describe_pattern(pattern, head=head)}",
         fontsize=10,
         pad=10,
         linespacing=1.5,
     )
     _add_legend(canvas.figure, [rules], dilation=pattern.dilation_per_head[head], has_padding=padding > 0)
-    return _save(canvas.figure, path)
+    return save_figure(canvas.figure, path)
 
 
 def draw_layers(
@@ -118,8 +91,8 @@ def draw_layers(
     batch = one_row_batch(length=length, global_positions=global_positions)
     columns = min(len(patterns), 4 if len(patterns) > 4 else 3)
     rows = -(-len(patterns) // columns)
-    canvas = _Canvas(
-        cells=_cells(length, at_most=160),
+    canvas = Canvas(
+        cells=count_cells(length, at_most=160),
         # Few layers get larger panels, so that title and legend have room.
         side=max(320, 720 // columns),
         rows=rows,
@@ -136,17 +109,17 @@ def draw_layers(
         panel = canvas.panel(row, column)
         _draw_rules(panel, rules, at_most=canvas.cells)
         is_lowest = layer + columns >= len(patterns)
-        _label_axes(panel, keys=is_lowest, queries=column == 0)
+        label_axes(panel, keys=is_lowest, queries=column == 0)
         panel.tick_params(labelbottom=is_lowest, labelleft=column == 0)
-        panel.set_title(f"layer {layer}: {_describe_window(pattern, head=head)}", fontsize=8, pad=6)
+        panel.set_title(f"layer {layer}: {describe_window(pattern, head=head)}", fontsize=8, pad=6)
     canvas.figure.suptitle(
-        f"{len(patterns)} layers, head {head}, {length:,} tokens: {_describe_random(patterns[0])}"
-        f"{_cell_note(length, at_most=canvas.cells)}",
+        f"{len(patterns)} layers, head {head}, {length:,} tokens: {describe_random(patterns[0])}"
+        f"{cell_note(length, at_most=canvas.cells)}",
         fontsize=10,
         y=1 - 34 / canvas.height,
     )
     _add_legend(canvas.figure, all_rules, dilation=max(pattern.dilation_per_head[head] for pattern in patterns))
-    return _save(canvas.figure, path)
+    return save_figure(canvas.figure, path)
 
 
 def draw_attention_map(
@@ -179,11 +152,11 @@ def draw_attention_map(
         panel = canvas.panel(*divmod(index, canvas.columns))
         image = _draw_weights(panel, weights, scale, at_most=canvas.cells)
         _label_tokens(panel, labels)
-        _label_axes(panel)
+        label_axes(panel)
         name = f"head {heads[index]}" if attention_map.dim() == 3 else "attention map"
-        panel.set_title(f"{name}{_cell_note(length, at_most=canvas.cells)}", fontsize=10)
+        panel.set_title(f"{name}{cell_note(length, at_most=canvas.cells)}", fontsize=10)
     _add_weight_bar(canvas, image)
-    return _save(canvas.figure, path)
+    return save_figure(canvas.figure, path)
 
 
 def draw_overview(path: str | Path | None = None) -> "Figure":
@@ -200,7 +173,7 @@ def draw_overview(path: str | Path | None = None) -> "Figure":
         ("Random blocks", "each block sees 2 far ones", _only(apart, Rule.RANDOM)),
         ("Hybrid attention", "one softmax over all three", together),
     ]
-    canvas = _Canvas(cells=length, side=4 * length, columns=4, left=96, right=28, top=120, bottom=92, gap=84)
+    canvas = Canvas(cells=length, side=4 * length, columns=4, left=96, right=28, top=120, bottom=92, gap=84)
     for column, (title, subtitle, rules) in enumerate(panels):
         panel = canvas.panel(0, column)
         _draw_rules(panel, rules, at_most=length)
@@ -214,67 +187,7 @@ def draw_overview(path: str | Path | None = None) -> "Figure":
             panel.set_ylabel("query token i", fontsize=12)
         else:
             canvas.write_before(panel, "=" if column == 3 else "+")
-    return _save(canvas.figure, path)
-
-
-def one_row_batch(
-    *,
-    length: int,
-    global_positions: Sequence[int] = (),
-    padding: int = 0,
-    document_ids: Sequence[int] | Tensor | None = None,
-) -> Batch:
-    """A batch of one row of `length` tokens, whose last `padding` are padding."""
-    if not 1 <= length <= LONGEST_PICTURE:
-        raise ValueError(
-            f"length={length} must be between 1 and {LONGEST_PICTURE} to be drawn: "
-            "a shorter document shows the same pattern"
-        )
-    if not 0 <= padding < length:
-        raise ValueError(f"padding={padding} must be between 0 and {length - 1}: length={length} counts it too")
-    global_mask = torch.zeros(1, length, dtype=torch.bool)
-    for position in global_positions:
-        if not 0 <= position < length - padding:
-            raise ValueError(
-                f"global position {position} is no real token: choose from 0 to {length - padding - 1}, "
-                f"as length={length} and padding={padding}"
-            )
-        global_mask[0, position] = True
-    documents = None if document_ids is None else torch.as_tensor(document_ids).reshape(1, -1)
-    if documents is not None and documents.shape[1] != length:
-        raise ValueError(f"document_ids has {documents.shape[1]} values but length={length}: give one id per token")
-    return describe_batch(
-        batch_size=1,
-        length=length,
-        device=torch.device("cpu"),
-        padding_mask=(torch.arange(length) < length - padding)[None] if padding else None,
-        global_mask=global_mask,
-        document_ids=documents,
-    )
-
-
-def describe_pattern(pattern: AttentionPattern, *, head: int = 0) -> str:
-    """One head's pattern in a few words."""
-    causal = ", causal" if pattern.is_causal else ""
-    seed = f", seed {pattern.seed}" if pattern.num_random_blocks else ""
-    return f"{_describe_window(pattern, head=head)}, {_describe_random(pattern)}{seed}{causal}"
-
-
-def _describe_window(pattern: AttentionPattern, *, head: int) -> str:
-    return f"window {pattern.window}, dilation {pattern.dilation_per_head[head]}"
-
-
-def _describe_random(pattern: AttentionPattern) -> str:
-    count = pattern.num_random_blocks
-    return f"{count} random block{'s' * (count != 1)} of {pattern.block_size}" if count else "no random blocks"
-
-
-def _graph(allows: Predicate, batch: Batch, *, head: int, row: int) -> Tensor:
-    """The (N, N) edges of one head in one row: `dense_mask` would work out all of them."""
-    length = batch.shape[1]
-    token = torch.arange(length, device=batch.device)
-    b, h = (torch.full((1, 1), index, device=token.device) for index in (row, head))
-    return allows(b, h, token[:, None], token[None, :]).expand(length, length)
+    return save_figure(canvas.figure, path)
 
 
 def _only(rules: Tensor, rule: Rule) -> Tensor:
@@ -316,92 +229,11 @@ def _check_map(attention_map: Tensor) -> Tensor:
     return maps
 
 
-def _cell_size(length: int, at_most: int) -> int:
-    """Tokens per side of a drawn cell, so that there are at most so many cells across; blocks keep whole cells."""
-    size = 1
-    while size * at_most < length:
-        size *= 2
-    return size
-
-
-def _cells(length: int, *, at_most: int) -> int:
-    return -(-length // _cell_size(length, at_most))
-
-
-def _cell_note(length: int, *, at_most: int) -> str:
-    size = _cell_size(length, at_most)
-    return f" (each dot: {size} x {size} tokens)" if size > 1 else ""
-
-
-def _shrink(values: Tensor, at_most: int) -> Tensor:
-    """(N, N) to at most so many cells across, each as its largest value: no thin line is lost between pixels."""
-    size = _cell_size(values.shape[0], at_most)
-    if size == 1:
-        return values
-    return torch.nn.functional.max_pool2d(values[None].float(), size, ceil_mode=True)[0].to(values.dtype)
-
-
-@dataclass(kw_only=True)
-class _Canvas:
-    """A figure of equal square panels, measured in pixels so that every cell is the same number of them.
-
-    Args:
-        cells: across each panel.
-        side: of a panel, at least; made a multiple of `cells`.
-        gap: between panels; `left`, `right`, `top` and `bottom` are the margins around them.
-    """
-
-    cells: int
-    side: int
-    rows: int = 1
-    columns: int = 1
-    left: int
-    right: int
-    top: int
-    bottom: int
-    gap: int = 0
-
-    def __post_init__(self) -> None:
-        self.side = -(-self.side // self.cells) * self.cells
-        self.width = self.left + self.columns * (self.side + self.gap) - self.gap + self.right
-        self.height = self.top + self.rows * (self.side + self.gap) - self.gap + self.bottom
-        self.figure = _new_figure(self.width / DPI, self.height / DPI)
-
-    def panel(self, row: int, column: int) -> "Axes":
-        x = self.left + column * (self.side + self.gap)
-        y = self.height - self.top - self.side - row * (self.side + self.gap)
-        panel = self.area(x, y, self.side, self.side)
-        panel.tick_params(labelsize=8, length=3, width=0.6, color=INK)
-        # A frame would hide the first row and column, which are often global.
-        panel.spines[:].set_visible(False)
-        return panel
-
-    def area(self, x: int, y: int, width: int, height: int) -> "Axes":
-        return self.figure.add_axes((x / self.width, y / self.height, width / self.width, height / self.height))
-
-    def write_before(self, panel: "Axes", text: str) -> None:
-        """Writes into the gap to the left of a panel."""
-        box = panel.get_position()
-        x = box.x0 - self.gap / 2 / self.width - 0.004
-        self.figure.text(x, (box.y0 + box.y1) / 2, text, ha="center", va="center", fontsize=26, color=INK)
-
-
-def _new_figure(width: float, height: float) -> "Figure":
-    """A figure of its own, outside pyplot: no window, no display, nothing to close."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            'pictures need matplotlib, which is missing: pip install "hybrid-longformer[view]"'
-        ) from error
-    return Figure(figsize=(width, height), dpi=DPI, facecolor="white")
-
-
 def _draw_rules(panel: "Axes", rules: Tensor, *, at_most: int, padding: int = 0) -> None:
     from matplotlib.colors import ListedColormap
 
     colours = ListedColormap([RULE_COLOURS[rule] for rule in sorted(Rule)])
-    _show(panel, rules, at_most=at_most, cmap=colours, vmin=min(Rule), vmax=max(Rule))
+    show_cells(panel, rules, at_most=at_most, cmap=colours, vmin=min(Rule), vmax=max(Rule))
     if padding:
         first = rules.shape[0] - padding - 0.5
         panel.axvspan(first, first + padding, color=PADDING_COLOUR, linewidth=0)
@@ -410,24 +242,8 @@ def _draw_rules(panel: "Axes", rules: Tensor, *, at_most: int, padding: int = 0)
 
 def _draw_weights(panel: "Axes", weights: Tensor, scale: Any, *, at_most: int) -> Any:
     panel.set_facecolor(BACKGROUND)
-    shown = _shrink(weights, at_most)
-    return _show(panel, weights, at_most=at_most, cmap="viridis_r", norm=scale, alpha=(shown > 0).double().numpy())
-
-
-def _show(panel: "Axes", values: Tensor, *, at_most: int, **style: Any) -> Any:
-    shown = _shrink(values, at_most)
-    end = shown.shape[0] * _cell_size(values.shape[0], at_most) - 0.5
-    extent = (-0.5, end, end, -0.5)
-    image = panel.imshow(shown.numpy(), extent=extent, interpolation="nearest", aspect="auto", **style)
-    panel.locator_params(integer=True, nbins=6)
-    return image
-
-
-def _label_axes(panel: "Axes", *, keys: bool = True, queries: bool = True) -> None:
-    if keys:
-        panel.set_xlabel("key token j", fontsize=9)
-    if queries:
-        panel.set_ylabel("query token i", fontsize=9)
+    shown = shrink(weights, at_most)
+    return show_cells(panel, weights, at_most=at_most, cmap="viridis_r", norm=scale, alpha=(shown > 0).double().numpy())
 
 
 def _add_legend(figure: "Figure", rules: Iterable[Tensor], *, dilation: int = 1, has_padding: bool = False) -> None:
@@ -459,13 +275,13 @@ def _shorten(token: str, at_most: int = 14) -> str:
     return token if len(token) <= at_most else token[: at_most - 1] + "…"
 
 
-def _map_canvas(num_maps: int, length: int, labels: list[str]) -> _Canvas:
+def _map_canvas(num_maps: int, length: int, labels: list[str]) -> Canvas:
     columns = math.ceil(math.sqrt(num_maps))
     # Labels are drawn at 7 points, about 10 pixels a capital letter, and stand beside every panel.
     room = 10 * max((len(label) for label in labels), default=4)
     side = max(480 if num_maps > 1 else 720, 17 * len(labels))
-    return _Canvas(
-        cells=_cells(length, at_most=side),
+    return Canvas(
+        cells=count_cells(length, at_most=side),
         side=side,
         rows=-(-num_maps // columns),
         columns=columns,
@@ -493,19 +309,12 @@ def _label_tokens(panel: "Axes", labels: list[str]) -> None:
         panel.set_yticks(range(len(labels)), labels, fontsize=7, parse_math=False)
 
 
-def _add_weight_bar(canvas: _Canvas, image: Any) -> None:
+def _add_weight_bar(canvas: Canvas, image: Any) -> None:
     y = canvas.height - canvas.top - canvas.side
     bar = canvas.area(canvas.width - canvas.right + 40, y, 24, canvas.side)
     canvas.figure.colorbar(image, cax=bar)
     bar.set_ylabel("attention weight (blank: none)", fontsize=9)
     bar.tick_params(labelsize=8)
-
-
-def _save(figure: "Figure", path: str | Path | None) -> "Figure":
-    if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    return figure
 
 
 def _parser() -> argparse.ArgumentParser:

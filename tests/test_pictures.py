@@ -10,16 +10,14 @@ from matplotlib.colors import to_rgba
 from hybrid_longformer import AttentionPattern, HybridLongformerConfig, demo, pictures
 from hybrid_longformer.batch import describe_batch
 from hybrid_longformer.pattern import dense_mask
+from hybrid_longformer.picture_rules import Rule, edge_rules, one_row_batch
 from hybrid_longformer.pictures import (
     RULE_COLOURS,
-    Rule,
     draw_attention_map,
     draw_layers,
     draw_overview,
     draw_pattern,
-    edge_rules,
     main,
-    one_row_batch,
 )
 
 LENGTH = 97
