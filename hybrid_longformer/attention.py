@@ -235,6 +235,8 @@ class HybridSparseAttention(nn.Module):
         attn_implementation: str = "sdpa",
     ):
         super().__init__()
+        if num_heads < 1 or hidden_size % num_heads:
+            raise ValueError(f"hidden_size={hidden_size} must be a multiple of num_heads={num_heads}")
         # The config's own checks, so that both doors refuse the same things in the same words.
         self.pattern = HybridLongformerConfig(
             hidden_size=hidden_size,
@@ -248,6 +250,7 @@ class HybridSparseAttention(nn.Module):
             num_random_blocks=num_random_blocks,
             block_size=block_size,
             random_seed=random_seed,
+            separate_global_projections=separate_global_projections,
             causal_attention=causal_attention,
             attention_probs_dropout_prob=dropout,
             global_context=global_context,

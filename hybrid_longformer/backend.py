@@ -72,7 +72,7 @@ def flex_attention(
     if dropout:
         raise ValueError(
             f"flex_attention has no attention dropout and {dropout} is asked for: "
-            "set attention_probs_dropout_prob to 0 or use attn_implementation='sdpa'"
+            "set the attention dropout to 0 or use attn_implementation='sdpa'"
         )
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if query.device.type == "cpu" and needs_gradient:

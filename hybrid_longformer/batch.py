@@ -232,7 +232,6 @@ def check_mask(name: str, mask: Tensor | None, shape: tuple[int, int]) -> None:
         return
     wrong = (mask != 0) & (mask != 1)
     if bool(wrong.any()):
-        raise ValueError(
-            f"{name} contains {mask[wrong][0].item()!r}: its values must be 0 or 1 "
-            "(an additive or float mask must be turned into 0 and 1 first)"
-        )
+        value = mask[wrong][0].item()
+        remedy = "global tokens have a mask of their own" if value == 2 else "an additive mask has to be turned into it"
+        raise ValueError(f"{name} contains {value!r}, but is 1 or 0 for each token: {remedy}")

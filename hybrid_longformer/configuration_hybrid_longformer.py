@@ -1,9 +1,11 @@
 """Configuration: RoBERTa's fields and the attention graph's, checked once when built."""
 
 import difflib
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from transformers import GenerationConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from .pattern import AttentionPattern
 
@@ -43,8 +45,8 @@ _SEEDS_PER_MODEL = 4096
 class HybridLongformerConfig(PreTrainedConfig):
     r"""Configuration of a Hybrid Longformer: RoBERTa with local + global + random attention.
 
-    Every impossible combination is refused when the config is built, by an error that names the field, its value and
-    the remedy; so is any key that no field has.
+    Every impossible combination is refused when the config is built, and again when a model is built from it, by an
+    error that names the field, its value and the remedy; so is any key that no field has.
 
     Args:
         vocab_size (`int`): number of token ids.
@@ -135,7 +137,20 @@ class HybridLongformerConfig(PreTrainedConfig):
         self._refuse_unknown_keys(kwargs)
         super().__post_init__(**kwargs)
         self.auto_map = dict(AUTO_MAP)
+        self.check()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        # transformers would set overrides on the finished config, behind its checks.
+        own = set(cls.__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__)
+        changes = {name: kwargs.pop(name) for name in list(kwargs) if name in own}
+        return super().from_dict(config_dict | changes, **kwargs)
+
+    def check(self) -> None:
+        """Refuses fields that can't be, alone or together."""
         self._check_sizes()
+        self._check_choices()
+        self._check_tokens()
         self._check_attention()
         if self.is_encoder_decoder:
             self.add_decoder()
@@ -230,8 +245,7 @@ class HybridLongformerConfig(PreTrainedConfig):
         unknown = [key for key in kwargs if key not in known and not key.startswith("_")]
         if not unknown:
             return
-        close = difflib.get_close_matches(unknown[0], sorted(fields | _LIBRARY_KEYS), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "see HybridLongformerConfig for the fields there are"
+        hint = _closest(unknown[0], fields | _LIBRARY_KEYS)
         raise ValueError(f"{unknown[0]}={kwargs[unknown[0]]!r} is not a field of this configuration: {hint}")
 
     def _check_sizes(self) -> None:
@@ -264,6 +278,24 @@ class HybridLongformerConfig(PreTrainedConfig):
             raise ValueError(
                 f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads={self.num_attention_heads}"
             )
+
+    def _check_choices(self) -> None:
+        for name in ("hidden_act", "classifier_act", "lm_head_act"):
+            value = getattr(self, name)
+            if value not in ACT2FN:
+                raise ValueError(f"{name}={value!r} is no activation of transformers: {_closest(value, ACT2FN)}")
+        if not (_is_number(self.layer_norm_eps) and self.layer_norm_eps > 0):
+            raise ValueError(f"layer_norm_eps={self.layer_norm_eps!r} must be a number above 0")
+
+    def _check_tokens(self) -> None:
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"):
+            value = getattr(self, name)
+            for token in value if isinstance(value, list) else [value]:
+                if token is not None and not 0 <= token < self.vocab_size:
+                    raise ValueError(
+                        f"{name}={token} is no token: vocab_size={self.vocab_size} allows 0 to {self.vocab_size - 1}, "
+                        "or None for a vocabulary without it"
+                    )
 
     def _check_attention(self) -> None:
         self._check_windows()
@@ -315,6 +347,11 @@ class HybridLongformerConfig(PreTrainedConfig):
     def _check_whole(self, name: str, value: Any, *, at_least: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
             raise ValueError(f"{name}={value!r} must be a whole number of at least {at_least}")
+
+
+def _closest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else "see HybridLongformerConfig for what there is"
 
 
 def _is_number(value: Any) -> bool:

@@ -14,6 +14,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_hybrid_longformer import HybridLongformerConfig
+from .inputs import check_token_ids
 from .layers import DecoderCrossAttention, DecoderSelfAttention, HybridLongformerDecoderLayer
 from .pretrained import HybridLongformerPreTrainedModel
 
@@ -60,7 +61,12 @@ class HybridLongformerDecoder(HybridLongformerPreTrainedModel):
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Decodes (B, T) tokens; positions follow on what the cache holds."""
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of decoder_input_ids and decoder_inputs_embeds")
+            raise ValueError(
+                "give exactly one of decoder_input_ids and decoder_inputs_embeds, or labels to make them of"
+            )
+        if past_key_values is None:
+            # What follows is what generation itself has chosen.
+            check_token_ids(self.config, "decoder_input_ids", input_ids)
         words = (self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds) * self.word_scale
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())

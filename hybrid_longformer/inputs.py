@@ -3,11 +3,35 @@
 Letters: B batch, N tokens, E hidden size.
 """
 
+import difflib
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from .batch import check_mask, check_shape
 from .configuration_hybrid_longformer import HybridLongformerConfig
+
+# What the models of this family take, and what transformers and its Trainer may pass to any model.
+_ARGUMENTS = (
+    "attention_mask",
+    "document_ids",
+    "end_positions",
+    "global_attention_mask",
+    "input_ids",
+    "inputs_embeds",
+    "labels",
+    "logits_at_labels",
+    "output_attentions",
+    "output_hidden_states",
+    "position_ids",
+    "return_dict",
+    "start_positions",
+    "token_type_ids",
+)
+_LIBRARY_ARGUMENTS = {"num_items_in_batch", "output_attentions", "output_hidden_states", "return_dict"}
+# The attention module's names of what a model calls otherwise.
+_OTHER_NAMES = {"global_mask": "global_attention_mask", "padding_mask": "attention_mask"}
 
 
 def check_inputs(
@@ -29,8 +53,32 @@ def check_inputs(
     check_mask("global_attention_mask", global_attention_mask, shape)
     check_shape("document_ids", document_ids, shape)
     check_shape("token_type_ids", token_type_ids, shape)
-    _check_ids("input_ids", input_ids, config.vocab_size, "vocab_size")
-    _check_ids("token_type_ids", token_type_ids, config.type_vocab_size, "type_vocab_size")
+    check_whole("document_ids", document_ids)
+    check_token_ids(config, "input_ids", input_ids)
+    _check_ids("token_type_ids", token_type_ids, "type_vocab_size", config.type_vocab_size, "leave them out")
+
+
+def check_token_ids(config: HybridLongformerConfig, name: str, ids: Tensor | None) -> None:
+    """Refuses what is not in the vocabulary."""
+    remedy = "use the checkpoint's own tokenizer, or resize the embeddings"
+    _check_ids(name, ids, "vocab_size", config.vocab_size, remedy)
+
+
+def check_whole(name: str, numbers: Tensor | None) -> None:
+    """Refuses numbers of a type that is not whole."""
+    if numbers is not None and (numbers.is_floating_point() or numbers.dtype == torch.bool):
+        raise ValueError(f"{name} is of {numbers.dtype}, but has to hold whole numbers: give it as torch.long")
+
+
+def refuse_misspelled(names: Iterable[str]) -> None:
+    """Refuses arguments that nobody takes and that look like one of ours: a mask that is ignored changes the answer."""
+    for name in names:
+        if name in _LIBRARY_ARGUMENTS or torch.compiler.is_compiling():
+            continue
+        close = difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.8)
+        meant = _OTHER_NAMES.get(name, close[0] if close else None)
+        if meant is not None:
+            raise TypeError(f"{name} is no argument of this model: did you mean {meant!r}?")
 
 
 def input_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None, *, rows: str = "batch") -> tuple[int, int]:
@@ -46,7 +94,8 @@ def input_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None, *, rows:
     return source.shape[0], source.shape[1]
 
 
-def _check_ids(name: str, ids: Tensor | None, limit: int, field: str) -> None:
+def _check_ids(name: str, ids: Tensor | None, field: str, limit: int, remedy: str) -> None:
+    check_whole(name, ids)
     # A compiled graph can't look at values; there the embedding's own check has to do.
     if ids is None or ids.numel() == 0 or torch.compiler.is_compiling():
         return
@@ -54,13 +103,14 @@ def _check_ids(name: str, ids: Tensor | None, limit: int, field: str) -> None:
     if lowest < 0 or highest >= limit:
         wrong = lowest if lowest < 0 else highest
         raise ValueError(
-            f"{name} contains {wrong}, but {field}={limit} allows 0 to {limit - 1}: "
-            "use the checkpoint's own tokenizer, or resize the embeddings"
+            f"{name} contains {wrong}, but {field}={limit} allows {f'0 to {limit - 1}' if limit > 1 else '0 only'}: "
+            f"{remedy}"
         )
 
 
 def check_positions(config: HybridLongformerConfig, position_ids: Tensor) -> None:
     """Refuses positions outside the table."""
+    check_whole("position_ids", position_ids)
     if torch.compiler.is_compiling() or position_ids.numel() == 0:
         return
     lowest, highest = (int(value) for value in torch.stack(torch.aminmax(position_ids)))
@@ -88,6 +138,22 @@ def has_restart(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
         return False
     decreases = position_ids[:, 1:] < position_ids[:, :-1]
     return bool(decreases.any() if attention_mask is None else (decreases & attention_mask[:, 1:].bool()).any())
+
+
+def refuse_packed_rows(
+    reason: str,
+    shape: tuple[int, int],
+    document_ids: Tensor | None,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+) -> None:
+    """Refuses rows of several documents, as said by ids or by positions that start anew."""
+    told_by = None if document_ids is None else "document_ids"
+    if told_by is None and position_ids is not None:
+        check_shape("attention_mask", attention_mask, shape)
+        told_by = "position_ids" if has_restart(spread_positions(position_ids, shape), attention_mask) else None
+    if told_by is not None:
+        raise ValueError(f"{reason}, but {told_by} pack several documents into one row: give each document its own row")
 
 
 def document_starts(position_ids: Tensor) -> Tensor:

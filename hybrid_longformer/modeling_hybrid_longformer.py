@@ -38,9 +38,10 @@ from .inputs import (
     document_starts,
     first_real_token,
     first_token_mask,
-    has_restart,
     input_shape,
     question_mask,
+    refuse_misspelled,
+    refuse_packed_rows,
     second_segment_mask,
     spread_positions,
 )
@@ -99,6 +100,7 @@ class HybridLongformerModel(HybridLongformerPreTrainedModel):
             position_ids: (B, N) rows of the position table. Where they decrease, a new packed document starts.
             document_ids: (B, N), for rows that hold several documents: each run of equal ids is one.
         """
+        refuse_misspelled(kwargs)
         return_dict = kwargs.pop("return_dict", None)
         if global_attention_mask is None and self.first_token_is_global:
             global_attention_mask = first_token_mask(input_ids, inputs_embeds, attention_mask)
@@ -141,7 +143,9 @@ class HybridLongformerModel(HybridLongformerPreTrainedModel):
         if position_ids is not None:
             position_ids = spread_positions(position_ids, input_shape(input_ids, inputs_embeds))
         if self.extra_global_tokens is not None:
-            self._refuse_packed_rows(document_ids, position_ids, attention_mask)
+            reason = f"num_extra_global_tokens={self.config.num_extra_global_tokens} belong to one document"
+            shape = input_shape(input_ids, inputs_embeds)
+            refuse_packed_rows(reason, shape, document_ids, position_ids, attention_mask)
         elif document_ids is None and position_ids is not None:
             document_ids = document_starts(position_ids)
         if position_ids is None:
@@ -178,15 +182,6 @@ class HybridLongformerModel(HybridLongformerPreTrainedModel):
         position, _ = place_in_document(counted, document_ids)
         offset = self.config.position_offset
         return torch.where(counted == 1, position + offset, max(offset - 1, 0))
-
-    def _refuse_packed_rows(
-        self, document_ids: Tensor | None, position_ids: Tensor | None, attention_mask: Tensor | None
-    ) -> None:
-        if document_ids is not None or (position_ids is not None and has_restart(position_ids, attention_mask)):
-            raise ValueError(
-                f"num_extra_global_tokens={self.config.num_extra_global_tokens} belong to one document, but this "
-                "row packs several: give each document its own row"
-            )
 
     def _describe(
         self,
@@ -274,14 +269,6 @@ def at_labels(hidden_states: Tensor, labels: Tensor | None) -> tuple[Tensor, Ten
         raise ValueError("logits_at_labels=True needs labels: they say which tokens to compute logits of")
     labelled = labels.to(hidden_states.device) != -100
     return hidden_states[labelled], labels.to(hidden_states.device)[labelled]
-
-
-def refuse_document_ids(model: nn.Module, document_ids: Tensor | None) -> None:
-    if document_ids is not None:
-        raise ValueError(
-            f"{type(model).__name__} gives one answer per row, but document_ids pack several documents into one: "
-            "give each document its own row"
-        )
 
 
 class TokenPredictionModel(HybridLongformerPreTrainedModel):
@@ -382,13 +369,22 @@ class DocumentPredictionModel(HybridLongformerPreTrainedModel):
     accepts_loss_kwargs = False
 
     def encode_document(
-        self, input_ids: Tensor | None, attention_mask: Tensor | None, global_attention_mask: Tensor, **kwargs: Any
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        global_attention_mask: Tensor,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPooling:
-        refuse_document_ids(self, kwargs.get("document_ids"))
+        reason, shape = f"{type(self).__name__} gives one answer per row", input_shape(input_ids, inputs_embeds)
+        refuse_packed_rows(reason, shape, kwargs.get("document_ids"), position_ids, attention_mask)
         return self.hybrid_longformer(
             input_ids,
             attention_mask=attention_mask,
             global_attention_mask=global_attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
             return_dict=True,
             **kwargs,
         )
@@ -456,6 +452,9 @@ class HybridLongformerForMultipleChoice(DocumentPredictionModel):
     ) -> MultipleChoiceModelOutput:
         """All inputs are (B, choices, N); `labels` (B) is the index of the right choice."""
         batch_size, num_choices = input_shape(input_ids, inputs_embeds, rows="batch, choices")
+        for name, mask in (("attention_mask", attention_mask), ("global_attention_mask", global_attention_mask)):
+            if mask is not None and mask.dim() != 3:
+                raise ValueError(f"{name} has shape {tuple(mask.shape)} but must be (batch, choices, tokens)")
         inputs = (input_ids, attention_mask, global_attention_mask, token_type_ids, position_ids, inputs_embeds)
         flat = [None if x is None else x.flatten(0, 1) for x in inputs]
         input_ids, attention_mask, global_attention_mask, token_type_ids, position_ids, inputs_embeds = flat
@@ -594,8 +593,9 @@ class HybridLongformerForConditionalGeneration(HybridLongformerPreTrainedModel, 
         **kwargs: Any,
     ) -> Seq2SeqLMOutput:
         """`labels` (B, T): the summary's tokens, -100 for padding; decoder inputs are made of them if not given."""
-        refuse_document_ids(self, kwargs.get("document_ids"))
         if encoder_outputs is None:
+            reason, shape = f"{type(self).__name__} writes one text per row", input_shape(input_ids, inputs_embeds)
+            refuse_packed_rows(reason, shape, kwargs.get("document_ids"), kwargs.get("position_ids"), attention_mask)
             encoder_outputs = self.hybrid_longformer(
                 input_ids,
                 attention_mask=attention_mask,

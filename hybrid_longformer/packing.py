@@ -21,9 +21,9 @@ class PackingCollator:
     global_attention_mask. The batch has document_ids beside them; `unpack` takes per-token results apart again.
 
     Args:
-        max_length: the longest row; a longer document is refused.
+        max_length: the longest row, padding included; a longer document is refused.
         pad_token_id: fills the ends of rows.
-        pad_to_multiple_of: rows are padded to a multiple of this.
+        pad_to_multiple_of: rows are padded to a multiple of this; divides max_length.
 
     Example:
         >>> collator = PackingCollator(max_length=4096, pad_token_id=tokenizer.pad_token_id)
@@ -36,7 +36,15 @@ class PackingCollator:
     pad_token_id: int
     pad_to_multiple_of: int = 1
 
+    def __post_init__(self) -> None:
+        if self.max_length < 1 or self.pad_to_multiple_of < 1 or self.max_length % self.pad_to_multiple_of:
+            raise ValueError(
+                f"max_length={self.max_length} must be a multiple of pad_to_multiple_of={self.pad_to_multiple_of}, "
+                "both at least 1: a full row would be padded beyond it"
+            )
+
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        _check_keys(features)
         lengths = [len(feature["input_ids"]) for feature in features]
         self._check(features, lengths)
         rows = first_fit_decreasing(lengths, self.max_length)
@@ -73,6 +81,19 @@ class PackingCollator:
         fill = {"input_ids": self.pad_token_id, "labels": _FILL_LABEL}.get(key, 0)
         joined = torch.cat([torch.as_tensor(part) for part in parts])
         return torch.nn.functional.pad(joined, (0, width - joined.shape[0]), value=fill)
+
+
+def _check_keys(features: Sequence[dict[str, Any]]) -> None:
+    """Refuses an empty batch, and documents that don't all say the same things."""
+    if not features:
+        raise ValueError("there are no documents to pack: give at least one")
+    expected = set(features[0]) | {"input_ids"}
+    for index, feature in enumerate(features):
+        if set(feature) != expected:
+            raise ValueError(
+                f"document {index} has the keys {sorted(feature)}, but {sorted(expected)} are expected: "
+                "give all documents the same"
+            )
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:

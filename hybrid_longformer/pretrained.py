@@ -39,6 +39,11 @@ class HybridLongformerPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["HybridLongformerEmbeddings", "HybridLongformerLayer"]
     _can_record_outputs = {"hidden_states": HybridLongformerLayer, "attentions": HybridSelfAttention}
 
+    def __init__(self, config: HybridLongformerConfig, *args: Any, **kwargs: Any):
+        # A config may have been changed since it was built.
+        config.check()
+        super().__init__(config, *args, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid_longformer import HybridLongformerConfig, HybridSparseAttention
+from hybrid_longformer import HybridLongformerConfig, HybridLongformerModel, HybridSparseAttention
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
 
@@ -32,14 +32,38 @@ SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
         ({"hidden_dropout_prob": -0.1}, "hidden_dropout_prob=-0.1"),
         ({"global_context": "max"}, "global_context='max' must be None or 'mean'"),
         ({"causal_attention": "yes"}, "causal_attention='yes' must be True or False"),
+        ({"hidden_act": "geluu"}, "hidden_act='geluu' is no activation of transformers: did you mean 'gelu'"),
+        ({"layer_norm_eps": -1.0}, "layer_norm_eps=-1.0 must be a number above 0"),
+        ({"vocab_size": 100, "pad_token_id": 500}, "pad_token_id=500 is no token: vocab_size=100 allows 0 to 99"),
+        ({"sep_token_id": -1}, "sep_token_id=-1 is no token"),
+    ],
+)
+@pytest.mark.parametrize("door", ["built", "loaded", "changed"])
+def test_impossible_configs_are_refused(changes: dict, message: str, door: str, tmp_path) -> None:
+    config = HybridLongformerConfig(**SMALL)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        if door == "built":
+            HybridLongformerConfig(**(SMALL | changes))
+        elif door == "loaded":
+            config.save_pretrained(tmp_path)
+            HybridLongformerConfig.from_pretrained(tmp_path, **changes)
+        else:
+            for name, value in changes.items():
+                setattr(config, name, value)
+            HybridLongformerModel(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"attention_windw": 512}, "attention_windw=512 is not a field.*did you mean 'attention_window'"),
         ({"num_random_block": 3}, "did you mean 'num_random_blocks'"),
         ({"flavour": "mint"}, "flavour='mint' is not a field of this configuration"),
     ],
 )
-def test_impossible_configs_are_refused(changes: dict, message: str) -> None:
-    with pytest.raises(Exception, match=f"(?s){message}"):
-        HybridLongformerConfig(**(SMALL | changes))
+def test_unknown_keys_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HybridLongformerConfig(**changes)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +94,15 @@ def test_default_config_is_valid_and_layers_have_their_own_seed() -> None:
     assert len(set(seeds)) == 12
 
 
-def test_attention_module_refuses_in_the_same_words() -> None:
-    with pytest.raises(Exception, match="attention_window=511 is odd"):
-        HybridSparseAttention(hidden_size=32, num_heads=2, attention_window=511)
-    with pytest.raises(Exception, match="attention_dilation"):
-        HybridSparseAttention(hidden_size=32, num_heads=2, attention_dilation=[1, 2, 3])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_window": 511}, "attention_window=511 is odd"),
+        ({"attention_dilation": [1, 2, 3]}, "attention_dilation"),
+        ({"num_heads": 5}, "hidden_size=32 must be a multiple of num_heads=5"),
+        ({"separate_global_projections": "yes"}, "separate_global_projections='yes' must be True or False"),
+    ],
+)
+def test_attention_module_refuses_in_the_same_words(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HybridSparseAttention(**({"hidden_size": 32, "num_heads": 2} | changes))

@@ -257,6 +257,13 @@ def test_decoder_needs_exactly_one_input() -> None:
         model()(**documents_for())
 
 
+@pytest.mark.parametrize("name", ["decoder_input_ids", "labels"])
+def test_decoder_refuses_tokens_outside_the_vocabulary(name: str) -> None:
+    wrong = torch.full((len(documents_for()["input_ids"]), 3), 100)
+    with pytest.raises(ValueError, match="decoder_input_ids contains 100, but vocab_size=100 allows 0 to 99"):
+        model()(**documents_for(), **{name: wrong})
+
+
 def test_padding_behind_the_labels_changes_nothing() -> None:
     model_, inputs, target = model(), documents_for(), targets(4)
     plain = model_(**inputs, decoder_input_ids=target).logits

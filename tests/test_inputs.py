@@ -21,7 +21,17 @@ from hybrid_longformer.inputs import (
     second_segment_mask,
     spread_positions,
 )
-from tests.models import CLASSES, TOKEN_CLASSES, build, loss_of, main_output, make_inputs, name_of, tiny_config
+from tests.models import (
+    CLASSES,
+    TOKEN_CLASSES,
+    build,
+    loss_of,
+    main_output,
+    make_inputs,
+    name_of,
+    run_model,
+    tiny_config,
+)
 
 every_class = pytest.mark.parametrize("model_class", CLASSES, ids=name_of)
 SEP = 2
@@ -157,8 +167,10 @@ def refuse(message: str, **changes) -> None:
 
 @pytest.mark.parametrize("name", ["attention_mask", "global_attention_mask"])
 def test_masks_hold_zeros_and_ones(name: str) -> None:
-    refuse(f"^{name} contains 2: its values must be 0 or 1", **{name: torch.full((2, 5), 2)})
-    refuse(f"^{name} contains -10000.0: .*additive", **{name: torch.full((2, 5), -1e4)})
+    refuse(
+        f"^{name} contains 2, but is 1 or 0 for each token: global tokens have a mask", **{name: torch.full((2, 5), 2)}
+    )
+    refuse(f"^{name} contains -10000.0, .*additive", **{name: torch.full((2, 5), -1e4)})
     refuse(f"^{name} contains nan", **{name: torch.full((2, 5), float("nan"))})
 
 
@@ -223,10 +235,52 @@ def test_every_class_refuses_wrong_values_by_name(model_class: type) -> None:
         ("attention_mask", 3, "attention_mask contains 3"),
         ("global_attention_mask", 2, "global_attention_mask contains 2"),
         ("input_ids", 100, "input_ids contains 100, but vocab_size=100"),
-        ("token_type_ids", 5, "token_type_ids contains 5, but type_vocab_size=2"),
+        ("token_type_ids", 5, "token_type_ids contains 5, but type_vocab_size=2.*leave them out"),
+        ("attention_mask", 2, "attention_mask contains 2.*global tokens have a mask of their own"),
+        ("attention_mask", -10000, "attention_mask contains -10000.*an additive mask"),
+        ("input_ids", 3.0, "input_ids is of torch.float32, but has to hold whole numbers"),
+        ("position_ids", 3.0, "position_ids is of torch.float32"),
+        ("token_type_ids", True, "token_type_ids is of torch.bool"),
     ):
         with pytest.raises(ValueError, match=message):
-            model(**inputs | {name: torch.full_like(inputs["input_ids"], value)})
+            model(**inputs | {name: torch.full(inputs["input_ids"].shape, value)})
+
+
+def test_documents_are_whole_numbers() -> None:
+    ids = torch.full((1, 5), 7)
+    with pytest.raises(ValueError, match=r"document_ids is of torch\.float32"):
+        build(HybridLongformerModel)(ids, document_ids=ids.float())
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("global_mask", "global_attention_mask"),
+        ("padding_mask", "attention_mask"),
+        ("atention_mask", "attention_mask"),
+        ("global_attention_masks", "global_attention_mask"),
+        ("lables", "labels"),
+    ],
+)
+@every_class
+def test_misspelled_arguments_are_refused(model_class: type, name: str, meant: str) -> None:
+    inputs = make_inputs(model_class)
+    with pytest.raises(TypeError, match=f"{name} is no argument of this model: did you mean '{meant}'"):
+        build(model_class)(**inputs, **{name: inputs["attention_mask"]})
+
+
+@every_class
+def test_columns_that_mean_nothing_here_are_ignored(model_class: type) -> None:
+    model, inputs = build(model_class), make_inputs(model_class)
+    more = {"special_tokens_mask": inputs["attention_mask"], "length": 5, "num_items_in_batch": 3}
+    assert torch.equal(main_output(run_model(model, inputs | more)), main_output(run_model(model, inputs)))
+
+
+def test_choices_need_masks_of_choices() -> None:
+    model, inputs = build(HybridLongformerForMultipleChoice), make_inputs(HybridLongformerForMultipleChoice)
+    for name in ("attention_mask", "global_attention_mask"):
+        with pytest.raises(ValueError, match=rf"{name} has shape \(2, 37\) but must be \(batch, choices, tokens\)"):
+            model(**inputs | {name: inputs[name][:, 0]})
 
 
 # --- positions ---

@@ -89,10 +89,12 @@ def test_packed_documents_say_the_same_as_apart(model_class: type, told_by: str)
 
 
 @pytest.mark.parametrize("model_class", [each for each in CLASSES if each not in TOKEN_CLASSES], ids=name_of)
-def test_heads_with_one_answer_per_row_refuse_packed_rows(model_class: type) -> None:
+@pytest.mark.parametrize("told_by", ["document_ids", "position_ids"])
+def test_heads_with_one_answer_per_row_refuse_packed_rows(model_class: type, told_by: str) -> None:
     inputs = make_inputs(model_class)
-    with pytest.raises(ValueError, match="document_ids pack several documents into one: give each document its own"):
-        build(model_class)(**inputs, document_ids=torch.zeros_like(inputs["input_ids"]))
+    halves = torch.arange(inputs["input_ids"].shape[-1]) % 10 + 2
+    with pytest.raises(ValueError, match=f"{told_by} pack several documents into one row: give each document its own"):
+        build(model_class)(**inputs, **{told_by: halves.expand_as(inputs["input_ids"])})
 
 
 @token_classes

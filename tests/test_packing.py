@@ -52,19 +52,6 @@ def test_packed_loss_is_the_loss_of_all_labelled_tokens() -> None:
     assert (packed - sum(losses) / sum(counts)).abs() <= 1e-5
 
 
-def test_decreasing_position_ids_start_a_document() -> None:
-    model = small_model()
-    batch = PackingCollator(max_length=200, pad_token_id=1)(features([70, 90]))
-    position_ids = torch.cat([torch.arange(2, 72), torch.arange(2, 92)])[None]
-    first, second = batch["document_ids"][0].unique_consecutive(return_counts=True)[1].tolist()
-    assert (first, second) == (70, 90)
-    inputs = {key: batch[key] for key in ("input_ids", "global_attention_mask")}
-    with torch.no_grad():
-        by_positions = model(**inputs, position_ids=position_ids).logits
-        by_documents = model(**inputs, document_ids=batch["document_ids"]).logits
-    assert (by_positions - by_documents).abs().max() <= 1e-6
-
-
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30))
 def test_rows_hold_every_document_once_and_never_too_much(lengths: list[int]) -> None:
     rows = first_fit_decreasing(lengths, 100)
@@ -75,7 +62,7 @@ def test_rows_hold_every_document_once_and_never_too_much(lengths: list[int]) ->
 
 
 def test_collator_pads_and_marks() -> None:
-    batch = PackingCollator(max_length=10, pad_token_id=9, pad_to_multiple_of=8)(
+    batch = PackingCollator(max_length=16, pad_token_id=9, pad_to_multiple_of=8)(
         [{"input_ids": [3, 4], "labels": [-100, 4]}, {"input_ids": [5, 6, 7], "labels": [5, -100, -100]}]
     )
     assert batch["input_ids"].tolist() == [[3, 4, 5, 6, 7, 9, 9, 9]]
@@ -85,13 +72,25 @@ def test_collator_pads_and_marks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("feature", "message"),
+    ("features", "message"),
     [
-        ({"input_ids": list(range(11))}, "document of 11 tokens does not fit into rows of max_length=10"),
-        ({"input_ids": [1, 2], "start_positions": 1}, "start_positions is one number per document"),
-        ({"input_ids": [1, 2], "labels": [1]}, "document 0 has 2 tokens but its 'labels'"),
+        ([], "no documents to pack"),
+        ([{"input_ids": list(range(11))}], "document of 11 tokens does not fit into rows of max_length=10"),
+        ([{"input_ids": [1, 2], "start_positions": 1}], "start_positions is one number per document"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "document 0 has 2 tokens but its 'labels'"),
+        ([{"labels": [1]}], r"document 0 has the keys \['labels'\], but \['input_ids', 'labels'\] are expected"),
+        ([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}], r"document 1 has the keys \['input_ids', 'labels'\]"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], r"document 1 has the keys \['input_ids'\]"),
     ],
 )
-def test_collator_refuses_what_it_cannot_pack(feature: dict, message: str) -> None:
+def test_collator_refuses_what_it_cannot_pack(features: list[dict], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PackingCollator(max_length=10, pad_token_id=1)([feature])
+        PackingCollator(max_length=10, pad_token_id=1)(features)
+
+
+@pytest.mark.parametrize(("max_length", "multiple"), [(10, 8), (8, 0), (0, 1)])
+def test_rows_are_never_padded_beyond_their_limit(max_length: int, multiple: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"max_length={max_length} must be a multiple of pad_to_multiple_of={multiple}"
+    ):
+        PackingCollator(max_length=max_length, pad_token_id=1, pad_to_multiple_of=multiple)
