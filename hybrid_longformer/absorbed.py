@@ -73,7 +73,11 @@ def absorbed_rows(x: Tensor, few: FewRows) -> Tensor:
     is_by_head = is_plain(query) and query.bias is not None
     own = (query.weight, query.bias) if is_by_head else (None, None)
     parameters = FewParameters(own[0], key.weight, value.weight, own[1], value.bias)
-    return absorb(few, x, parameters).rows.transpose(0, 1)
+    rows = absorb(few, x, parameters).rows.transpose(0, 1)
+    if torch.is_grad_enabled() and key.bias is not None:
+        # Nothing depends on it, but whoever waits for the gradients of all parameters has to get its zeros.
+        rows = rows + 0.0 * key.bias.view(few.num_heads, -1)
+    return rows
 
 
 def absorb(few: FewRows, x: Tensor, parameters: FewParameters) -> Absorbed:

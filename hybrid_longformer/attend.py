@@ -11,7 +11,6 @@ Letters: B batch, N tokens, H heads, D head size, G global tokens, T tiles, Q qu
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from .pieces import (
     unpack_pieces,
     without_spare,
 )
+from .plain import no_autocast
 
 # Queries worked on at a time. Measured on CPU: temporaries of this size stay in the cache and are reused by the
 # allocator instead of being mapped anew (twice as many gathered keys took a fifth longer, often double), and memory
@@ -69,12 +69,14 @@ def attend(
         other_rows: rows to put in place of what the pieces say.
         dropout: probability of dropping each attention probability after the softmax, as in RoBERTa.
     """
+    # The fused kernel takes it for granted that the numbers of a head stand side by side.
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     if torch.compiler.is_compiling():
         out = _attend_in_graph(query, key, value, pieces, real, dropout)
         return out if other_rows is None else put_rows(out, other_rows)
     if torch.is_grad_enabled():
         return _Attend.apply(query, key, value, *(other_rows or (None, None, None)), list(pieces), real, dropout)
-    with _no_autocast(query):
+    with no_autocast(query):
         out, _, _ = attend_forward(query, key, value, pieces, real, dropout)
     return out if other_rows is None else put_rows(out, other_rows, in_place=True)
 
@@ -88,12 +90,6 @@ def _queries_at_a_time(piece: Piece, x: Tensor, dropout: float, *, is_forward: b
     return WINDOW_QUERIES_AT_A_TIME_ON_CPU if is_view_only else QUERIES_AT_A_TIME_ON_CPU
 
 
-def _no_autocast(x: Tensor):
-    """Pieces choose their dtypes themselves. Nothing to do, and no time spent on it, where autocast is off."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
 def _attend_in_graph(query, key, value, pieces, real, dropout) -> Tensor:
     if torch.compiler.is_exporting():
         return attend_forward(query, key, value, pieces, real, dropout)[0]
@@ -104,7 +100,7 @@ def _attend_in_graph(query, key, value, pieces, real, dropout) -> Tensor:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query, key, value, rows, places, is_used, pieces, real, dropout):
-        with _no_autocast(query):
+        with no_autocast(query):
             out, lse, kept = attend_forward(query, key, value, pieces, real, dropout)
         if rows is not None:
             put_rows(out, OtherRows(rows, places, is_used), in_place=True)
@@ -118,7 +114,7 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out):
         query, key, value, out, lse, *kept = ctx.saved_tensors
-        with _no_autocast(query):
+        with no_autocast(query):
             grads = attend_backward(grad_out, query, key, value, out, lse, kept, ctx.pieces, ctx.dropout)
         return *grads, _other_rows_gradient(grad_out, ctx.places, ctx.is_used), *[None] * 5
 

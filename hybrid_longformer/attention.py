@@ -256,6 +256,7 @@ class HybridSparseAttention(nn.Module):
             global_context=global_context,
             max_global_tokens=max_global_tokens,
         ).attention_patterns()[0]
+        self.hidden_size = hidden_size
         self.max_global_tokens = max_global_tokens
         self.attn_implementation = check_implementation(attn_implementation)
         self.attention = HybridSelfAttention(
@@ -284,9 +285,10 @@ class HybridSparseAttention(nn.Module):
             document_ids: (B, N), for rows that hold several documents: each run of equal ids is one.
             return_attention_map: also return the dense (B, H, N, N) map; it takes O(N^2) memory.
         """
-        hidden_size = self.attention.query.in_features
-        if x.dim() != 3 or x.shape[-1] != hidden_size:
-            raise ValueError(f"x has shape {tuple(x.shape)} but must be (batch, tokens, hidden_size={hidden_size})")
+        if x.dim() != 3 or x.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)} but must be (batch, tokens, hidden_size={self.hidden_size})"
+            )
         shape = (x.shape[0], x.shape[1])
         for name, mask in (("global_mask", global_mask), ("padding_mask", padding_mask)):
             check_mask(name, mask, shape)

@@ -20,6 +20,7 @@ from .attend import OtherRows, attend, put_rows
 from .batch import Batch
 from .kernels import score_scale
 from .pattern import AttentionPattern, ceil_div, dense_mask
+from .plain import no_autocast
 from .plan import LayerPlan
 from .random_blocks import lay_out_documents, random_keys
 
@@ -48,15 +49,17 @@ def plan_edges(plan: LayerPlan) -> Tensor:
 def dense_probabilities(query: Tensor, key: Tensor, edges: Tensor) -> Tensor:
     """(B, H, N, N) attention of (B, N, H, D) queries; rows without an edge are zero, the others sum to 1."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = torch.einsum("bihd,bjhd->bhij", query.to(dtype), key.to(dtype)) * score_scale(query)
-    scores = scores.masked_fill(~edges, torch.finfo(dtype).min)
-    return torch.softmax(scores, dim=-1) * edges
+    with no_autocast(query):
+        scores = torch.einsum("bihd,bjhd->bhij", query.to(dtype), key.to(dtype)) * score_scale(query)
+        scores = scores.masked_fill(~edges, torch.finfo(dtype).min)
+        return torch.softmax(scores, dim=-1) * edges
 
 
 def dense_context(probabilities: Tensor, value: Tensor, dropout: float) -> Tensor:
     """(B, N, H, D) values mixed by (B, H, N, N) probabilities, some of which are dropped."""
     dropped = F.dropout(probabilities, dropout, training=dropout > 0)
-    return torch.einsum("bhij,bjhd->bihd", dropped, value.to(dropped.dtype)).to(value.dtype)
+    with no_autocast(value):
+        return torch.einsum("bhij,bjhd->bihd", dropped, value.to(dropped.dtype)).to(value.dtype)
 
 
 def sdpa_attention(

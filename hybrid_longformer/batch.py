@@ -133,7 +133,7 @@ def describe_batch(
             promise leaves them out.
     """
     real = None if padding_mask is None else padding_mask.bool()
-    document = None if document_ids is None else _number_runs(document_ids)
+    document = None if document_ids is None else number_runs(document_ids)
     shape, places = (batch_size, length), None
     if real is not None or document is not None:
         counted = torch.ones(shape, dtype=torch.long, device=device) if real is None else real.long()
@@ -163,7 +163,7 @@ def flat_index(index: Tensor, length: int) -> Tensor:
     return index + rows.view(-1, *[1] * (index.dim() - 1))
 
 
-def _number_runs(document_ids: Tensor) -> Tensor:
+def number_runs(document_ids: Tensor) -> Tensor:
     """(B, N) 0 for the first run of equal ids, 1 for the next, and so on."""
     starts = document_ids[:, 1:] != document_ids[:, :-1]
     return torch.nn.functional.pad(starts.long().cumsum(1), (1, 0))

@@ -13,18 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers.activations import ACT2CLS
 
-from .plain import is_in_graph, is_plain
+from .plain import is_in_graph, is_plain, no_autocast
 
 # Fewer would add up the gradients of the weights more often, more would leave the cache.
 TOKENS_AT_A_TIME = 1024
+# These say the same of a number whenever and beside whatever they are asked; others may not.
+_KNOWN_ACTIVATIONS = {nn.GELU, *(entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values())}
 
 
 def can_divide(x: Tensor, up: nn.Module, activation: nn.Module, down: nn.Module) -> bool:
     """Whether tokens may be taken some at a time: CPUs gain by it; in half precision sums of sums would lose digits."""
     is_worth_it = x.device.type == "cpu" and x.dtype.itemsize >= 4 and not is_in_graph(x)
     layers_are_plain = all(is_plain(layer) and layer.bias is not None for layer in (up, down))
-    return is_worth_it and layers_are_plain and not any(True for _ in activation.parameters())
+    return is_worth_it and layers_are_plain and _can_be_repeated(activation)
+
+
+def _can_be_repeated(activation: nn.Module) -> bool:
+    is_known = type(activation) in _KNOWN_ACTIVATIONS and not getattr(activation, "inplace", False)
+    return is_known and not any(True for _ in activation.parameters())
 
 
 def feed_forward(x: Tensor, up: nn.Linear, activation: nn.Module, down: nn.Linear) -> Tensor:
@@ -64,28 +72,33 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out):
-        x, wide, up_weight, down_weight = ctx.saved_tensors
-        flat_x, grad_out = x.flatten(0, -2), grad_out.flatten(0, -2)
-        needs_x, _, *needed = ctx.needs_input_grad
-        grad_x = torch.empty_like(flat_x) if needs_x else None
-        sources = up_weight, up_weight[:, 0], down_weight
-        up_grad, up_bias_grad, down_grad = (
-            torch.zeros_like(source) if needs else None for source, needs in zip(sources, needed[:3], strict=True)
-        )
-        for part in _parts(len(flat_x)):
-            own_grad = grad_out[part]
-            own_wide = wide[part].detach().requires_grad_()
-            with torch.enable_grad():
-                activated = ctx.activation(own_wide)
-            (grad_wide,) = torch.autograd.grad(activated, own_wide, own_grad @ down_weight)
-            if down_grad is not None:
-                down_grad.addmm_(own_grad.T, activated.detach())
-            if up_grad is not None:
-                up_grad.addmm_(grad_wide.T, flat_x[part])
-            if up_bias_grad is not None:
-                up_bias_grad += grad_wide.sum(0)
-            if grad_x is not None:
-                torch.mm(grad_wide, up_weight, out=grad_x[part])
-        down_bias_grad = grad_out.sum(0) if needed[3] else None
-        grad_x = None if grad_x is None else grad_x.view(x.shape)
-        return grad_x, None, up_grad, up_bias_grad, down_grad, down_bias_grad
+        with no_autocast(grad_out):
+            return _backward(ctx, grad_out)
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    x, wide, up_weight, down_weight = ctx.saved_tensors
+    flat_x, grad_out = x.flatten(0, -2), grad_out.flatten(0, -2)
+    needs_x, _, *needed = ctx.needs_input_grad
+    grad_x = torch.empty_like(flat_x) if needs_x else None
+    sources = up_weight, up_weight[:, 0], down_weight
+    up_grad, up_bias_grad, down_grad = (
+        torch.zeros_like(source) if needs else None for source, needs in zip(sources, needed[:3], strict=True)
+    )
+    for part in _parts(len(flat_x)):
+        own_grad = grad_out[part]
+        own_wide = wide[part].detach().requires_grad_()
+        with torch.enable_grad():
+            activated = ctx.activation(own_wide)
+        (grad_wide,) = torch.autograd.grad(activated, own_wide, own_grad @ down_weight)
+        if down_grad is not None:
+            down_grad.addmm_(own_grad.T, activated.detach())
+        if up_grad is not None:
+            up_grad.addmm_(grad_wide.T, flat_x[part])
+        if up_bias_grad is not None:
+            up_bias_grad += grad_wide.sum(0)
+        if grad_x is not None:
+            torch.mm(grad_wide, up_weight, out=grad_x[part])
+    down_bias_grad = grad_out.sum(0) if needed[3] else None
+    grad_x = None if grad_x is None else grad_x.view(x.shape)
+    return grad_x, None, up_grad, up_bias_grad, down_grad, down_bias_grad

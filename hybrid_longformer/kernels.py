@@ -57,16 +57,23 @@ def _is_on_cpu(x: Tensor) -> bool:
 
 def fused_forward(tiles: Tiles) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2) for x in tiles[:3])
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=tiles.bias)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=_bias_for(tiles)
+    )
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 def fused_backward(tiles: Tiles, out: Tensor, lse: Tensor, grad_out: Tensor) -> TileGradients:
     q, k, v, out, lse, grad_out = (x.transpose(1, 2) for x in (*tiles[:3], out, lse, grad_out))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, q, k, v, out, lse, 0.0, False, attn_mask=tiles.bias
+        grad_out, q, k, v, out, lse, 0.0, False, attn_mask=_bias_for(tiles)
     )
     return TileGradients(*(grad.transpose(1, 2) for grad in grads))
+
+
+def _bias_for(tiles: Tiles) -> Tensor | None:
+    """The bias in the queries' dtype, which under autocast is known only once their layer has made them."""
+    return None if tiles.bias is None else tiles.bias.to(tiles.query.dtype)
 
 
 def draw_keep_mask(keep: Tensor, dropout: float) -> None:

@@ -29,7 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention import bias_dtype
 from .backend import check_implementation
-from .batch import Batch, describe_batch, place_in_document
+from .batch import Batch, describe_batch, number_runs, place_in_document
 from .configuration_hybrid_longformer import HybridLongformerConfig
 from .decoder import HybridLongformerDecoder, tied_layers
 from .inputs import (
@@ -140,6 +140,8 @@ class HybridLongformerModel(HybridLongformerPreTrainedModel):
         check_inputs(
             self.config, input_ids, inputs_embeds, attention_mask, global_attention_mask, token_type_ids, document_ids
         )
+        if document_ids is not None:
+            document_ids = number_runs(document_ids)
         if position_ids is not None:
             position_ids = spread_positions(position_ids, input_shape(input_ids, inputs_embeds))
         if self.extra_global_tokens is not None:

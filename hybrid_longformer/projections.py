@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .absorbed import Absorbed, FewParameters, FewRows, absorb, absorb_backward, absorbed_rows, in_full
-from .plain import is_in_graph, is_plain
+from .plain import is_in_graph, is_plain, no_autocast
 
 
 def project(
@@ -26,6 +26,8 @@ def project(
         unbiased: the layer whose bias nothing depends on. Where it is plain the bias is left out, which saves a pass
             over its output, and has a gradient of zeros.
     """
+    if sum(layer is unbiased for layer in layers) > 1:
+        unbiased = None  # it makes something else as well, which its bias matters to
     all_layers = layers if few is None else (*layers, *few.layers)
     by_hand = torch.is_grad_enabled() and not is_in_graph(x)
     if by_hand and all(is_plain(layer) and layer.bias is not None for layer in all_layers):
@@ -57,27 +59,32 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads):
-        x, *saved = ctx.saved_tensors
-        weights, saved = saved[: ctx.num_weights], saved[ctx.num_weights :]
-        num_layers = len(ctx.is_biased)
-        needs_x, _, _, *needed = ctx.needs_input_grad
-        flat_x, flat_grads = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads[:num_layers]]
-        grad_x = None
-        if needs_x:
-            grad_x = torch.mm(flat_grads[0], weights[0])
-            for grad, weight in zip(flat_grads[1:], weights[1:num_layers], strict=True):
-                grad_x.addmm_(grad, weight)
-            grad_x = grad_x.view(x.shape)
-        of_weights = [grad.T @ flat_x if needed[i] else None for i, grad in enumerate(flat_grads)]
-        of_biases = [
-            (grad.sum(0) if counts else torch.zeros_like(grad[0])) if needed[len(weights) + i] else None
-            for i, (grad, counts) in enumerate(zip(flat_grads, ctx.is_biased, strict=True))
-        ]
-        if ctx.few is not None:
-            value_bias, *absorbed = saved
-            grad_rows, full_x, *own_weights, value_bias = in_full(grads[-1], x, *weights[num_layers:], value_bias)
-            parameters = FewParameters._make((*own_weights, None, value_bias))
-            of_few = absorb_backward(ctx.few, grad_rows, full_x, parameters, Absorbed(grad_rows, *absorbed), grad_x)
-            of_weights += of_few[0]
-            of_biases += of_few[1]
-        return grad_x, None, None, *of_weights, *of_biases
+        with no_autocast(grads[0]):
+            return _backward(ctx, *grads)
+
+
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    x, *saved = ctx.saved_tensors
+    weights, saved = saved[: ctx.num_weights], saved[ctx.num_weights :]
+    num_layers = len(ctx.is_biased)
+    needs_x, _, _, *needed = ctx.needs_input_grad
+    flat_x, flat_grads = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads[:num_layers]]
+    grad_x = None
+    if needs_x:
+        grad_x = torch.mm(flat_grads[0], weights[0])
+        for grad, weight in zip(flat_grads[1:], weights[1:num_layers], strict=True):
+            grad_x.addmm_(grad, weight)
+        grad_x = grad_x.view(x.shape)
+    of_weights = [grad.T @ flat_x if needed[i] else None for i, grad in enumerate(flat_grads)]
+    of_biases = [
+        (grad.sum(0) if counts else torch.zeros_like(grad[0])) if needed[len(weights) + i] else None
+        for i, (grad, counts) in enumerate(zip(flat_grads, ctx.is_biased, strict=True))
+    ]
+    if ctx.few is not None:
+        value_bias, *absorbed = saved
+        grad_rows, full_x, *own_weights, value_bias = in_full(grads[-1], x, *weights[num_layers:], value_bias)
+        parameters = FewParameters._make((*own_weights, None, value_bias))
+        of_few = absorb_backward(ctx.few, grad_rows, full_x, parameters, Absorbed(grad_rows, *absorbed), grad_x)
+        of_weights += of_few[0]
+        of_biases += of_few[1]
+    return grad_x, None, None, *of_weights, *of_biases
