@@ -325,6 +325,7 @@ FAMILIES: dict[str, Family] = {
 
 _PRE_LN = "it normalises before each block instead of after it (pre-LN), which the layers here do not"
 REFUSED_TYPES = {
+    "hybrid_longformer": "it is a Hybrid Longformer already, which from_pretrained loads",
     "mbart": _PRE_LN,
     "pegasus": f"{_PRE_LN}, and its positions are sinusoids",
     "bigbird_pegasus": _PRE_LN,

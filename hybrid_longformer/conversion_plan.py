@@ -113,6 +113,11 @@ class Plan:
             raise ConversionError(f'decoder={options.decoder!r} must be None or "warm-start"')
         if options.tie_encoder_decoder and not self.is_warm_start:
             raise ConversionError('tie_encoder_decoder=True needs a decoder to tie: give decoder="warm-start"')
+        if options.decoder_max_length is not None and self.kind != SEQ2SEQ:
+            raise ConversionError(
+                f"decoder_max_length={options.decoder_max_length} needs a decoder, which {self.source_class} lacks: "
+                'leave it out, or give decoder="warm-start"'
+            )
         if self.is_warm_start and not self.family.can_start_decoder:
             able = ", ".join(name for name, family in FAMILIES.items() if family.can_start_decoder)
             raise ConversionError(
@@ -167,7 +172,7 @@ class Plan:
             "position_offset": self.position_offset,
             "max_position_embeddings": self._max_length() + self.position_offset,
             "attention_window": self._window(),
-            "block_size": options.block_size or getattr(theirs, "block_size", USUAL_BLOCK_SIZE),
+            "block_size": _first_given(options.block_size, getattr(theirs, "block_size", USUAL_BLOCK_SIZE)),
             "id2label": theirs.id2label,
             "label2id": theirs.label2id,
             **self.tokens,
@@ -203,7 +208,7 @@ class Plan:
         try:
             return HybridLongformerConfig(**fields, num_random_blocks=blocks)
         except ValueError as error:
-            if asked is not None or not blocks or "block_size" not in str(error):
+            if asked is not None or not blocks or "does not fit" not in str(error):
                 raise ConversionError(str(error)) from error
         self.notes.append("No random blocks: with this window and length none would lie beyond the window.")
         return HybridLongformerConfig(**fields, num_random_blocks=0)
@@ -212,11 +217,11 @@ class Plan:
         asked = self.options.decoder_max_length
         fields: dict[str, Any] = {"is_encoder_decoder": True}
         if self.is_warm_start:
-            length = asked or USUAL_TARGET_LENGTH
+            length = _first_given(asked, USUAL_TARGET_LENGTH)
             fields |= self._start_and_end() | {"tie_encoder_decoder": self.options.tie_encoder_decoder}
         else:
             own = self.source_target_length
-            length = asked or own
+            length = _first_given(asked, own)
             if length < own:
                 raise ConversionError(
                     f"decoder_max_length={asked} is below the source's {own}: positions would be lost; "
@@ -293,6 +298,10 @@ class Plan:
         return run_masked(model, inputs, self.config, mask_module=self.family.mask_module)
 
 
+def _first_given(asked: int | None, usual: int) -> int:
+    return usual if asked is None else asked
+
+
 def _find_family(source: SourceCheckpoint) -> Family:
     model_type = source.config.model_type
     if model_type in FAMILIES:
@@ -300,7 +309,7 @@ def _find_family(source: SourceCheckpoint) -> Family:
     known = ", ".join(FAMILIES)
     if model_type in REFUSED_TYPES:
         raise ConversionError(
-            f"model_type={model_type!r} can't be converted exactly: {REFUSED_TYPES[model_type]}. Known: {known}"
+            f"model_type={model_type!r} can't be converted: {REFUSED_TYPES[model_type]}. Known: {known}"
         )
     raise ConversionError(f"model_type={model_type!r} of {source.label} is not known here. Known: {known}")
 

@@ -52,6 +52,16 @@ class Verification:
     def largest_difference(self) -> float:
         return max(stage.difference for stage in self.stages)
 
+    def compared(self) -> str:
+        """The stages in a few words: neighbouring layers together."""
+        first: dict[str, str] = {}
+        last: dict[str, str] = {}
+        for stage in self.stages:
+            kind, _, number = stage.name.rpartition(" ") if stage.name[-1].isdigit() else (stage.name, "", "")
+            first.setdefault(kind, number)
+            last[kind] = number
+        return ", ".join(kind if not first[kind] else f"{kind}s {first[kind]} to {last[kind]}" for kind in first)
+
 
 @dataclass(kw_only=True)
 class ConversionReport:
@@ -102,8 +112,8 @@ class ConversionReport:
         if self.verification is None:
             return "not verified"
         return (
-            f"largest difference to {self.source_class} over {self.verification.num_tokens:,} tokens, all layers and "
-            f"outputs, in float32: {self.verification.largest_difference:.1e}"
+            f"largest difference to {self.source_class} over {self.verification.num_tokens:,} tokens in float32: "
+            f"{self.verification.largest_difference:.1e} ({self.verification.compared()})"
         )
 
     def __str__(self) -> str:

@@ -133,6 +133,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConversionError(f"{path} is not valid JSON ({error}): download or save it again") from error
+    if not isinstance(raw, dict):
+        raise ConversionError(f"{path} holds a {type(raw).__name__}, not the fields of a config: save it again")
     if raw.get("quantization_config"):
         raise ConversionError(f"{folder} holds quantised weights: convert the original ones, then quantise the result")
     model_type = raw.get("model_type")

@@ -120,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Threads that wait for each other on a busy machine would measure the other programs.
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the race (%(default)s)")
     args = parser.parse_args(argv)
+    if min(args.lengths) < 1:
+        parser.error(f"--lengths {min(args.lengths)}: a race needs at least 1 token")
 
     print("1. The pattern: window 512, 3 random blocks of 64, one global token", flush=True)
     draw_default_pattern(args.folder)

@@ -359,6 +359,14 @@ class TestVerification:
         # Of the 64 tokens every second one.
         assert shapes == [(2, 32, 99)] * 2
 
+    @pytest.mark.parametrize(
+        ("options", "compared"),
+        [({}, "embeddings, layers 0 to 1, logits"), ({"decoder": "warm-start"}, "embeddings, layers 0 to 1")],
+    )
+    def test_report_says_what_was_compared(self, tmp_path, options, compared):
+        report = convert_checkpoint(make_source("Roberta", "ForMaskedLM"), tmp_path / "output", **OPTIONS, **options)
+        assert report.verification_text().endswith(f"{report.verification.largest_difference:.1e} ({compared})")
+
     def test_can_be_switched_off(self, tmp_path):
         report = convert_checkpoint(make_source("Roberta", "Model"), tmp_path / "output", verify=False, **OPTIONS)
         assert report.verification is None
@@ -385,6 +393,25 @@ class TestErrors:
 
     def test_odd_window(self, source, tmp_path):
         self.refused(source, tmp_path, "attention_window=7 is odd", attention_window=7)
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"block_size": 0}, "block_size=0 must be a whole number of at least 1"),
+            ({"decoder": "warm-start", "decoder_max_length": 0}, "decoder_max_position_embeddings=2 must be"),
+            ({"decoder_max_length": 77}, "decoder_max_length=77 needs a decoder, which RobertaForMaskedLM lacks"),
+        ],
+    )
+    def test_options_that_cannot_be(self, source, tmp_path, options, match):
+        self.refused(source, tmp_path, match, **options)
+
+    def test_config_that_is_none(self, source, tmp_path):
+        (source / "config.json").write_text("[1]")
+        self.refused(source, tmp_path, "holds a list, not the fields of a config")
+
+    def test_what_is_converted_already(self, source, tmp_path):
+        convert_checkpoint(source, tmp_path / "once", verify=False, **OPTIONS)
+        self.refused(tmp_path / "once", tmp_path, "it is a Hybrid Longformer already")
 
     def test_unknown_model_type(self, tmp_path):
         model = transformers.DistilBertModel(transformers.DistilBertConfig(dim=8, n_layers=1, n_heads=1, hidden_dim=8))
