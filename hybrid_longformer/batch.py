@@ -52,7 +52,7 @@ class Batch:
     is_global_slot: Tensor | None
 
     @property
-    def is_plain(self) -> bool:
+    def rows_are_documents(self) -> bool:
         """Whether each row is one document without padding."""
         return self.places is None
 

@@ -164,6 +164,7 @@ def draw_random_blocks(
     # The r-th pick is one of the first candidates, up to the r-th of the last R; if that is taken already, the last.
     from_end = torch.arange(num_random_blocks, 0, -1, device=query_block.device)
     last = (candidates.unsqueeze(-1) - from_end).clamp(min=-1)
+    # As every checkpoint has it: the factor of 2 has no further reason and may never change.
     salts = [2 * seed * num_random_blocks + r for r in range(num_random_blocks)]
     picks = _hash(query_block.unsqueeze(-1), salts) % (last + 1).clamp(min=1)
     picks = torch.where(last < 0, -1, picks)

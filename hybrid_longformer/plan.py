@@ -58,10 +58,10 @@ class _PieceBuilder:
         # An exported graph serves all lengths, so it may not choose by this one's.
         is_exporting = torch.compiler.is_exporting()
         draws_blocks = pattern.num_random_blocks > 0 and (is_exporting or length >= pattern.shortest_random_document)
-        random_keys = pattern.num_random_blocks * pattern.block_size if draws_blocks else 0
+        num_random_keys = pattern.num_random_blocks * pattern.block_size if draws_blocks else 0
         # Reading every key is no more work than reading the tiles' keys: still O(N), and one piece instead of three.
-        window_keys = pattern.window + queries_per_tile(pattern.window)
-        if not is_exporting and length <= window_keys + random_keys + num_global:
+        num_window_keys = pattern.window + queries_per_tile(pattern.window)
+        if not is_exporting and length <= num_window_keys + num_random_keys + num_global:
             return [self._whole_piece(pattern, draws_blocks=draws_blocks)]
         windows = self._once(
             (pattern.window, pattern.dilation_per_head, pattern.is_causal),
@@ -81,7 +81,7 @@ class _PieceBuilder:
         """One piece for all layers, or one that shares its bias where every layer draws other blocks."""
         batch, size = self.batch, pattern.block_size
         num_blocks = ceil_div(batch.shape[1], size)
-        sees_far_blocks = draws_blocks and batch.is_plain and pattern.reaches_all_blocks(num_blocks)
+        sees_far_blocks = draws_blocks and batch.rows_are_documents and pattern.reaches_all_blocks(num_blocks)
         edges = (pattern.window, pattern.dilation_per_head, pattern.is_causal)
         piece = self._once(
             ("whole", *edges, size if sees_far_blocks else None),
@@ -116,7 +116,7 @@ def window_pieces(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -
     size, before = queries_per_tile(pattern.window), pattern.window // 2
     after = 0 if pattern.is_causal else before
     query, key = torch.arange(size, device=device)[:, None], torch.arange(before + size + after, device=device)
-    is_plain = batch.real is None and batch.is_global is None
+    sees_all_keys = batch.real is None and batch.is_global is None
     pieces: list[Piece] = []
     for dilation, heads in heads_by_dilation(pattern.dilation_per_head):
         piece = WindowPiece(
@@ -127,7 +127,7 @@ def window_pieces(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -
             before=before,
             after=after,
             band=as_bias((key >= query) & (key - query <= before + after), dtype),
-            key_bias=None if is_plain else as_bias(batch.ordinary_keys, dtype),
+            key_bias=None if sees_all_keys else as_bias(batch.ordinary_keys, dtype),
             document=batch.document,
         )
         pieces.append(gathered_window(piece, dtype) if torch.compiler.is_exporting() else piece)

@@ -108,7 +108,7 @@ def blocks_of_keys(batch: Batch, slots: RandomSlots, dtype: torch.dtype) -> Tens
     """(B or 1, M, N) 1 for the keys of each block. None is global: those are seen already."""
     every_block = torch.arange(slots.block.shape[1], device=batch.device)[:, None]
     keys = (slots.block_of_token[:, None] == every_block) & batch.ordinary_keys[:, None]
-    are_rows_alike = batch.is_plain and batch.is_global is None
+    are_rows_alike = batch.rows_are_documents and batch.is_global is None
     return (keys[:1] if are_rows_alike else keys).to(dtype)
 
 

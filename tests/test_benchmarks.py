@@ -85,19 +85,20 @@ def test_the_command_in_the_results_asks_for_the_same_measurements(program):
 
 
 @pytest.mark.parametrize(
-    ("program", "wrong"),
+    ("program", "wrong", "said"),
     [
-        (attention, ["--lengths", "100"]),
-        (attention, ["--lengths", "512", "--rounds", "1", "2"]),
-        (attention, ["--rounds", "0"]),
-        (models, ["--lengths", "512", "--rounds", "1", "2"]),
-        (models, ["--rounds", "0"]),
-        (models, ["--modes", "sideways"]),
+        (attention, ["--lengths", "100"], "100 is none of 512"),
+        (attention, ["--lengths", "512", "--rounds", "1", "2"], "or one for each of 1 lengths"),
+        (attention, ["--rounds", "0"], "--rounds takes one number of 1 or more"),
+        (models, ["--lengths", "512", "--rounds", "1", "2"], "or one for each of 1 lengths"),
+        (models, ["--rounds", "0"], "--rounds takes one number of 1 or more"),
+        (models, ["--modes", "sideways"], "invalid choice: 'sideways'"),
     ],
 )
-def test_refuses_what_it_cannot_measure(program, wrong):
+def test_refuses_what_it_cannot_measure(program, wrong, said, capsys):
     with pytest.raises(SystemExit):
         program.parse(wrong)
+    assert said in capsys.readouterr().err
 
 
 def test_stopping_keeps_what_was_measured(tiny_layer, tmp_path, monkeypatch, capsys):
