@@ -181,7 +181,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory-lengths", type=int, nargs="*", help="tokens to measure memory at; give none to skip")
     parser.add_argument("--scaling-lengths", type=int, nargs="*", help="tokens to fit the hybrid's exponent on")
     parser.add_argument("--quick", action="store_true", help="fewer lengths and rounds, where they are not given")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder of the results")
+    parser.add_argument("--output", type=Path, default=Path("results"), help="folder of the results (%(default)s)")
     parser.add_argument("--measure-memory", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     fill_in(args)

@@ -1,6 +1,6 @@
 """The baseline that a summariser has to beat: a document's first words, scored by ROUGE.
 
-python -m benchmarks.lead_summaries ../shared/data/scisummnet/validation.jsonl.gz --words 150
+python -m benchmarks.lead_summaries data/scisummnet/validation.jsonl.gz --words 150
 """
 
 import argparse

@@ -155,7 +155,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="what to time")
     parser.add_argument("--memory-lengths", type=int, nargs="*", default=[4096], help="tokens to measure memory at")
     parser.add_argument("--quick", action="store_true", help="one round, where rounds are not given")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder of the results")
+    parser.add_argument("--output", type=Path, default=Path("results"), help="folder of the results (%(default)s)")
     parser.add_argument("--measure-memory", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.rounds is None:

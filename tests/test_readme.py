@@ -15,6 +15,7 @@ from hybrid_longformer.cli import main
 from .finetuning import write_questions, write_summaries
 
 ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").glob("*.md"))
 README = (ROOT / "README.md").read_text()
 
 
@@ -58,6 +59,7 @@ def test_python_blocks_run_one_after_the_other(tmp_path: Path, monkeypatch: pyte
     assert names["inputs"]["input_ids"].shape[1] > 512
     assert (names["by_default"].start_logits - names["by_choice"].start_logits).abs().max() > 0
     assert (names["attention_map"].sum(-1) - 1).abs().max() < 1e-5
+    assert (tmp_path / "map.png").stat().st_size > 10_000
 
 
 def shell_lines() -> list[list[str]]:
@@ -91,9 +93,14 @@ def test_tables_show_the_saved_results(page: str, name: str) -> None:
     assert report["command"] in " ".join(text.split())
 
 
-def test_linked_files_exist() -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in DOCS)])
+def test_linked_files_and_headings_exist(page: str) -> None:
+    for target, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", (ROOT / page).read_text()):
+        linked = (ROOT / page).parent / target if target else ROOT / page
+        assert linked.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", linked.read_text(), flags=re.MULTILINE)
+            assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], heading
 
 
 def test_make_targets_exist() -> None:
