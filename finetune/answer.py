@@ -20,6 +20,7 @@ from transformers.utils import cached_file
 from .answers import AnswerCollector, Prediction
 from .batches import global_mask
 from .files import read_json
+from .loading import load_pretrained
 from .windows import PairLayout, question_windows, tokenise_context, tokenise_question
 
 SETTINGS_FILE = "task_settings.json"
@@ -39,8 +40,12 @@ class Answerer:
     def __init__(self, folder: str, *, trust_remote_code: bool = False):
         if not trust_remote_code:
             import hybrid_longformer  # noqa: F401 - makes transformers know the model
-        self.model = AutoModelForQuestionAnswering.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, dtype=torch.float32, use_safetensors=True
+        self.model = load_pretrained(
+            AutoModelForQuestionAnswering,
+            folder,
+            trust_remote_code=trust_remote_code,
+            dtype=torch.float32,
+            use_safetensors=True,
         ).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         self.layout = PairLayout.of(self.tokenizer)

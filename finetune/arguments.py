@@ -20,9 +20,11 @@ GLOBAL_PLACEMENTS = "default, none, first, question, or every:K (each K-th token
 
 def option(default: Any, text: str, **metadata: Any) -> Any:
     """A field with a help text; lists get a fresh copy each."""
+    # argparse fills in what stands behind a single percent sign.
+    metadata |= {"help": text.replace("%", "%%")}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": text, **metadata})
-    return field(default=default, metadata={"help": text, **metadata})
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(kw_only=True)
@@ -74,7 +76,9 @@ class RunArguments:
     # Evaluation, checkpoints, reports
     eval_steps: int | None = option(None, "steps between evaluations; ten in a run if not given")
     eval_first: bool = option(False, "evaluate before training, too")
-    save_steps: int | None = option(None, "steps between checkpoints; as eval_steps if not given")
+    save_steps: int | None = option(
+        None, "steps between checkpoints, beside those of evaluations; as eval_steps if not given"
+    )
     keep_checkpoints: int = option(2, "how many checkpoints to keep, beside the best one")
     patience: int | None = option(None, "stop after so many evaluations without a gain")
     log_steps: int = option(10, "steps between log entries")
@@ -88,7 +92,8 @@ class RunArguments:
             self.validation_split = None
         for name in ("batch_size", "eval_batch_size", "gradient_accumulation", "log_steps", "keep_checkpoints"):
             self._at_least(name, 1)
-        for name in ("max_steps", "eval_steps", "save_steps", "max_train_samples", "max_eval_samples", "patience"):
+        limits = ("max_length", "max_steps", "eval_steps", "save_steps", "max_train_samples", "max_eval_samples")
+        for name in (*limits, "patience"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         if self.resume and self.overwrite:
@@ -133,10 +138,22 @@ def parse_arguments(arguments_class: type[Arguments], argv: Sequence[str] | None
     try:
         if given and not given[0].startswith("-"):
             given = [*yaml_arguments(Path(given[0]), arguments_class), *given[1:]]
-        (arguments,) = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
+        arguments, unknown = parser.parse_args_into_dataclasses(
+            given, look_for_args_file=False, return_remaining_strings=True
+        )
+        if unknown:
+            known = [f"--{entry.name.replace('_', '-')}" for entry in dataclasses.fields(arguments_class)]
+            raise ValueError(unknown_name(unknown[0].partition("=")[0], known))
     except ValueError as error:
         parser.error(str(error))
     return arguments
+
+
+def unknown_name(name: str, known: Sequence[str]) -> str:
+    """What to say of a name that is not one of those that are known."""
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else "see --help for the names there are"
+    return f"{name} is not an argument of this script: {hint}"
 
 
 def yaml_arguments(path: Path, arguments_class: type[RunArguments]) -> list[str]:
@@ -150,9 +167,7 @@ def yaml_arguments(path: Path, arguments_class: type[RunArguments]) -> list[str]
     argv: list[str] = []
     for name, value in values.items():
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "see --help for the names there are"
-            raise ValueError(f"{path}: {name} is not an argument of this script: {hint}")
+            raise ValueError(f"{path}: {unknown_name(str(name), known)}")
         if value is None and name == "validation_split":
             value = "none"
         if value is not None:

@@ -1,20 +1,24 @@
-"""Cards: writes the model card of a finished fine-tuning run from the template in model_cards/."""
+"""Cards: writes the model card of a finished fine-tuning run from card_template.md."""
 
 import math
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hybrid_longformer import HybridLongformerConfig
+
 from .files import whole_file
 
-TEMPLATE = Path(__file__).resolve().parent.parent / "model_cards" / "template.md"
+TEMPLATE = Path(__file__).with_name("card_template.md")
 CARD_NAME = "README.md"
-TAGS = ["hybrid_longformer", "long-document", "sparse-attention"]
+HYBRID = "Hybrid Longformer (local + global + random attention)"
+# Of hybrid models; others have their type alone.
+TAGS = [HybridLongformerConfig.model_type, "long-document", "sparse-attention"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +85,12 @@ class CardFacts:
         licence: the Hub's id of a licence, any other name of one, or None if it is not known.
         metrics: by name, as measured at the end.
         settings: of the training, by name.
-        command: the exact command line, in words.
+        command: the command line, in words; of paths in it only their names are told.
+        model_type: as in the model's configuration.
         auto_class: the transformers class to load the model with.
         max_length: tokens the model was trained to read.
-        global_attention: which tokens are global, in words.
-        curve_picture: a file name in the model's folder, or None.
-        notes: further limits and remarks, a sentence each.
+        global_attention: which tokens are global, in words, or None for a model that has no such tokens.
+        curve_picture: a file name in the model's folder.
     """
 
     title: str
@@ -97,11 +101,11 @@ class CardFacts:
     metrics: Mapping[str, float]
     settings: Mapping[str, Any]
     command: list[str]
+    model_type: str
     auto_class: str
     max_length: int
-    global_attention: str
-    curve_picture: str | None = None
-    notes: list[str] = field(default_factory=list)
+    global_attention: str | None
+    curve_picture: str
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -112,6 +116,10 @@ class CardFacts:
             raise ValueError(f"max_length={self.max_length} must be at least 1: the tokens the model reads")
         if not self.command:
             raise ValueError("command is empty: give the command line of the run, such as [sys.executable, *sys.argv]")
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.model_type == HybridLongformerConfig.model_type
 
 
 def write_card(folder: Path, *, facts: CardFacts) -> Path:
@@ -131,24 +139,26 @@ def make_card(facts: CardFacts) -> str:
 def template_values(facts: CardFacts) -> dict[str, Any]:
     """What fills the template's places, the metadata apart."""
     task = TASKS[facts.task]
-    command = shlex.join(facts.command)
+    command = shlex.join(_public_word(word) for word in facts.command)
     longest_run = max((len(run) for run in re.findall("`+", command)), default=0)
     return {
         "title": _one_line(facts.title),
+        "kind": HYBRID if facts.is_hybrid else f"model of type {facts.model_type}",
+        "is_hybrid": facts.is_hybrid,
         "purpose": task.purpose,
         "base_model": _cell(_public_name(facts.base_model)),
         "task": task.name,
         "dataset": _cell(_public_name(facts.dataset_name)),
         "max_length": f"{facts.max_length:,}",
-        "global_attention": _cell(facts.global_attention),
+        "global_attention": None if facts.global_attention is None else _cell(facts.global_attention),
         "licence": _cell(facts.licence or "not stated; ask the authors of the model it started from"),
-        "loading": _loading(facts.auto_class, task),
+        "loading": _loading(facts, task),
         "metrics": [(_cell(name), f"{value:.4g}") for name, value in facts.metrics.items()],
         "settings": [(_cell(name), _cell(value)) for name, value in facts.settings.items()],
         "curve_picture": facts.curve_picture,
         "command": command,
         "fence": "`" * max(3, longest_run + 1),
-        "limits": [_one_line(limit) for limit in (task.limit, _length_limit(facts.max_length), *facts.notes)],
+        "limits": [task.limit, _length_limit(facts.max_length)],
     }
 
 
@@ -172,7 +182,7 @@ def _metadata(facts: CardFacts) -> ModelCardData:
         model_name=_one_line(facts.title),
         library_name="transformers",
         pipeline_tag=pipeline,
-        tags=TAGS,
+        tags=TAGS if facts.is_hybrid else [facts.model_type],
         license=facts.licence if re.fullmatch(r"[a-z0-9.-]+", facts.licence or "") else None,
         base_model=facts.base_model if _is_hub_id(facts.base_model) else None,
         datasets=[facts.dataset_name] if _is_hub_id(facts.dataset_name) else None,
@@ -180,12 +190,13 @@ def _metadata(facts: CardFacts) -> ModelCardData:
     )
 
 
-def _loading(auto_class: str, task: Task) -> str:
+def _loading(facts: CardFacts, task: Task) -> str:
+    source = '"path/or/hub-id"' + (", trust_remote_code=True" if facts.is_hybrid else "")
     return f"""\
-from transformers import {auto_class}, AutoTokenizer
+from transformers import {facts.auto_class}, AutoTokenizer
 
-model = {auto_class}.from_pretrained("path/or/hub-id", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("path/or/hub-id", trust_remote_code=True)
+model = {facts.auto_class}.from_pretrained({source})
+tokenizer = AutoTokenizer.from_pretrained({source})
 {task.usage}"""
 
 
@@ -200,6 +211,12 @@ def _is_hub_id(name: str) -> bool:
 def _public_name(name: str) -> str:
     """A Hub id as it is; of a path only its last part, since a card should not tell where somebody keeps files."""
     return name if _is_hub_id(name) else Path(name).name or name
+
+
+def _public_word(word: str) -> str:
+    """A word of a command line, told like a name, be it behind `--option=`."""
+    option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+    return option + equals + _public_name(value)
 
 
 def _one_line(value: Any) -> str:

@@ -1,10 +1,17 @@
-"""Real prose that every Python has: the help topics of `pydoc_data`, as documents for masked-LM adaptation."""
+"""Real prose that every Python has: the help topics of `pydoc_data`, as documents for masked-LM adaptation.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+python -m finetune.corpus --split train --output topics.jsonl
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from pydoc_data import topics
 
 from .contract_values import SPLITS
+from .files import whole_file
 
 # Out of ten topics, in alphabetical order, one is for validation and one for testing.
 _PLACES = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}
@@ -27,3 +34,20 @@ def help_topics(*, split: str | None = None, at_least: int = 0) -> Iterator[Topi
         text = topics.topics[name].strip()
         if number % 10 in places and len(text) >= at_least:
             yield Topic(name, text)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m finetune.corpus", description=help_topics.__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="jsonl file of `id` and `text`, one topic per line")
+    parser.add_argument("--split", choices=SPLITS, help="the topics of one split (default: all)")
+    parser.add_argument("--at-least", type=int, default=0, metavar="N", help="characters a topic must have (0)")
+    args = parser.parse_args(arguments)
+    lines = [json.dumps(asdict(topic)) + "\n" for topic in help_topics(split=args.split, at_least=args.at_least)]
+    with whole_file(args.output) as part:
+        part.write_text("".join(lines), encoding="utf-8")
+    print(f"{args.output}: {len(lines)} topics")
+
+
+if __name__ == "__main__":
+    main()

@@ -102,15 +102,21 @@ def nested_rows(nested: dict[str, Any], path: Path) -> Iterator[dict[str, Any]]:
         # A file of lines with one line looks the same.
         yield nested
         return
-    for number, article in enumerate(nested["data"]):
+    for number, article in enumerate(_objects(nested["data"], f"{path}: data")):
         if "paragraphs" not in article:
             yield article
             continue
-        for place, paragraph in enumerate(article["paragraphs"]):
+        for place, paragraph in enumerate(_objects(article["paragraphs"], f"{path}: paragraphs of article {number}")):
             if "context" not in paragraph:
                 raise ValueError(f"{path}: paragraph {place} of article {number} has no context")
-            for asked in paragraph.get("qas", []):
+            for asked in _objects(paragraph.get("qas", []), f"{path}: qas of article {number}"):
                 yield {"title": article.get("title"), "context": paragraph["context"], **asked}
+
+
+def _objects(value: Any, what: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise ValueError(f"{what} must be a list of json objects, as in SQuAD, not {json.dumps(value)[:60]}")
+    return value
 
 
 def check_columns(rows: Iterable[dict[str, Any]], wanted: Sequence[str], where: str) -> None:

@@ -48,8 +48,7 @@ class Engine:
         self.task, self.args, self.folder, self.accelerator = task, task.args, folder, accelerator
         self.checkpoints = Checkpoints(folder, accelerator=accelerator, keep=self.args.keep_checkpoints)
         self.total_steps = task.total_steps(accelerator.num_processes)
-        self.eval_steps = self.args.eval_steps or max(1, self.total_steps // DEFAULT_EVALUATIONS)
-        self.save_steps = self.args.save_steps or self.eval_steps
+        self.eval_steps, self.save_steps = step_intervals(self.args, self.total_steps)
         self.state = RunState()
         self._check_rows_per_step()
         self._build()
@@ -266,6 +265,12 @@ def make_optimizer(model: nn.Module, args: Any) -> torch.optim.Optimizer:
         {"params": [weight for weight in trained if weight.dim() <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=args.learning_rate)
+
+
+def step_intervals(args: Any, total_steps: int) -> tuple[int, int]:
+    """Steps between evaluations, and between checkpoints."""
+    eval_steps = max(1, total_steps // DEFAULT_EVALUATIONS) if args.eval_steps is None else args.eval_steps
+    return eval_steps, eval_steps if args.save_steps is None else args.save_steps
 
 
 def warmup_steps(args: Any, total_steps: int) -> int:

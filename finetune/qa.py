@@ -8,7 +8,7 @@ A document longer than the model is read in overlapping windows, and the answer 
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -149,15 +149,16 @@ class QA(Task):
 
     def read(self, split: Split) -> WindowRows:
         rows = read_rows(self.args, split)
-        wanted = [self.columns.question, self.columns.context, self.columns.answers]
-        check_columns(rows, wanted, f"{split} data ({source_of(self.args, split)})")
+        check_columns(rows, astuple(self.columns), f"{split} data ({source_of(self.args, split)})")
         questions = self.limited([as_question(row, number, self.columns) for number, row in enumerate(rows)], split)
         if split == "train":
             questions = learnable(questions)
         return WindowRows(self, questions, for_training=split == "train", desc=split)
 
     def stream(self) -> "WindowStream":
-        return WindowStream(self, read_rows(self.args, "train", streaming=True))
+        rows = read_rows(self.args, "train", streaming=True)
+        check_columns(rows, astuple(self.columns), "training stream")
+        return WindowStream(self, rows)
 
     def windows(
         self, question: Question, question_ids: np.ndarray, context: TokenisedContext, for_training: bool

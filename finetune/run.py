@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from hybrid_longformer.conversion_report import find_licence
+from hybrid_longformer.saving import push_folder
 
 from .answer import SETTINGS_FILE
 from .arguments import RunArguments, parse_arguments
@@ -25,6 +26,8 @@ from .files import read_json, replace_folder, write_json
 from .history import draw_history
 from .processes import end_processes, is_sharded
 from .task import Task
+
+CURVE_FILE = "training_curve.png"
 
 
 def run(task_class: type[Task], argv: Sequence[str] | None = None) -> int:
@@ -73,11 +76,15 @@ def fit(
         task.prepare()
     model, state = train(task, folder, accelerator)
     metrics, seconds = last_evaluation(task, model, accelerator, folder)
+    if accelerator.is_main_process:
+        write_results(task, state, metrics, seconds, folder)
     save_model(task, model, accelerator, folder, metrics, command or [])
     if accelerator.is_main_process:
-        report(task, state, metrics, seconds, folder)
+        print_results(metrics, folder)
         if args.push_to_hub:
-            push(folder / "model", args.push_to_hub)
+            # The card tells of this run, so it takes the place of one that tells of another.
+            message = "Upload fine-tuned model"
+            push_folder(folder / "model", args.push_to_hub, keep_card=False, commit_message=message)
     accelerator.wait_for_everyone()
     return metrics
 
@@ -113,7 +120,7 @@ def last_evaluation(
 def save_model(
     task: Task, model: nn.Module, accelerator: Accelerator, folder: Path, metrics: dict[str, Any], command: list[str]
 ) -> None:
-    """The finished model with tokenizer, settings and card, whole or not at all."""
+    """The finished model with tokenizer, settings, card and training curve, whole or not at all."""
     state_dict = accelerator.get_state_dict(model)
     if not accelerator.is_main_process:
         return
@@ -130,6 +137,7 @@ def save_model(
     plain.save_pretrained(part, state_dict=state_dict)
     task.tokenizer.save_pretrained(part)
     write_json(part / SETTINGS_FILE, {"task": task.name, **task.settings()})
+    shutil.copy(folder / CURVE_FILE, part)
     write_card(part, facts=card_facts(task, metrics, command))
     replace_folder(part, folder / "model")
 
@@ -148,23 +156,29 @@ def card_facts(task: Task, metrics: dict[str, Any], command: list[str]) -> CardF
         metrics={name: value for name, value in shown.items() if not name.endswith("total")},
         settings={name: getattr(args, name) for name in names if name != length_not_used},
         command=command,
+        model_type=task.config.model_type,
         auto_class=task.auto_class,
         max_length=task.max_length,
-        global_attention=task.global_placement,
-        curve_picture=None,
-        notes=[],
+        global_attention=task.global_placement if task.takes("global_attention_mask") else None,
+        curve_picture=CURVE_FILE,
     )
 
 
-def report(task: Task, state: RunState, metrics: dict[str, Any], seconds: dict[str, float], folder: Path) -> None:
-    """Metrics and history as json, the training curve as a picture, and where everything is."""
+def write_results(
+    task: Task, state: RunState, metrics: dict[str, Any], seconds: dict[str, float], folder: Path
+) -> None:
+    """Metrics and history as json, the training curve as a picture."""
     effort = {"steps": state.step, "minutes": round(state.minutes, 4), "evaluation_seconds": seconds}
     write_json(folder / "metrics.json", {**metrics, **effort})
     write_json(folder / "history.json", state.history)
-    draw_history(state.history, folder / "training_curve.png", title=folder.name, metric=task.best_metric)
+    draw_history(state.history, folder / CURVE_FILE, title=folder.name, metric=task.best_metric)
+
+
+def print_results(metrics: dict[str, Any], folder: Path) -> None:
+    """The metrics, and where everything is."""
     for split, values in metrics.items():
         print(f"{split}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
-    print(f"model: {folder / 'model'}   metrics: {folder / 'metrics.json'}   curve: {folder / 'training_curve.png'}")
+    print(f"model: {folder / 'model'}   metrics: {folder / 'metrics.json'}   curve: {folder / CURVE_FILE}")
 
 
 def note_arguments(folder: Path, args: RunArguments) -> None:
@@ -185,11 +199,3 @@ def plain_values(args: RunArguments) -> dict[str, Any]:
         name: value if isinstance(value, int | float | str | bool) else str(value)
         for name, value in asdict(args).items()
     }
-
-
-def push(folder: Path, repository: str) -> None:
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    api.create_repo(repository, exist_ok=True)
-    api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload fine-tuned model")

@@ -25,6 +25,7 @@ from hybrid_longformer import HybridLongformerConfig
 from .arguments import RunArguments
 from .batches import Drawn, GlobalBatches, StreamedBatches, eval_batches, global_mask, pad_rows
 from .documents import Split, source_of, take
+from .loading import load_pretrained
 from .processes import is_sharded
 
 # A tokenizer that knows no limit says so with a number of about 1e30.
@@ -101,10 +102,6 @@ class Task(ABC):
         self._accepted = set(inspect.signature(model.forward).parameters)
         return model
 
-    @property
-    def takes_global_mask(self) -> bool:
-        return not self._accepted or "global_attention_mask" in self._accepted
-
     def rows(self, split: Split) -> Any:
         """The split's rows, read once; the test set is the validation set where there is no other."""
         split = "validation" if split == "test" and source_of(self.args, "test") is None else split
@@ -159,9 +156,10 @@ class Task(ABC):
     def collate(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """Rows as one padded batch of the inputs that the model takes."""
         batch = pad_rows(rows, pad_token_id=self.tokenizer.pad_token_id)
-        return {key: value for key, value in batch.items() if self._takes(key)}
+        return {key: value for key, value in batch.items() if self.takes(key)}
 
-    def _takes(self, key: str) -> bool:
+    def takes(self, key: str) -> bool:
+        """Whether the model has that input; which optional ones it has is not known before it is loaded."""
         return key not in ("global_attention_mask", "token_type_ids") or not self._accepted or key in self._accepted
 
     def collate_known(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -198,7 +196,7 @@ class Task(ABC):
 
     def _max_length(self) -> int:
         limit = longest_input(self.config, self.tokenizer)
-        wanted = self.args.max_length or limit
+        wanted = limit if self.args.max_length is None else self.args.max_length
         if wanted > limit:
             raise ValueError(
                 f"max_length={wanted} is more than the {limit} tokens that {self.args.model} can read: lower it, or "
@@ -208,7 +206,7 @@ class Task(ABC):
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_pretrained(AutoTokenizer, model)
     if not tokenizer.is_fast:
         raise ValueError(f"the tokenizer of {model} is not a fast one, which alone knows where its tokens stand")
     return tokenizer

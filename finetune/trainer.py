@@ -18,7 +18,6 @@ from transformers.trainer_callback import ExportableState
 
 from .checkpoints import RunState
 from .engine import (
-    DEFAULT_EVALUATIONS,
     Stopped,
     build_model,
     caught_signals,
@@ -26,6 +25,7 @@ from .engine import (
     make_optimizer,
     make_schedule,
     refuse_loss,
+    step_intervals,
 )
 from .files import read_json
 from .task import Task
@@ -105,6 +105,21 @@ class StopInTime(TrainerCallback, ExportableState):
             control.should_evaluate = not told and args.eval_strategy != "no"
 
 
+class SaveInBetween(TrainerCallback):
+    """Writes checkpoints between evaluations, too: Trainer itself can only be told to write them with those.
+
+    Args:
+        save_steps: steps between checkpoints.
+    """
+
+    def __init__(self, save_steps: int):
+        self.save_steps = save_steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.save_steps == 0:
+            control.should_save = True
+
+
 def train_by_trainer(task: Task, *, folder: Path, accelerator: Accelerator) -> tuple[nn.Module, RunState]:
     """Trains by Trainer; its checkpoints are in the same place, but under Trainer's names."""
     model = build_model(task, folder)
@@ -117,6 +132,7 @@ def train_by_trainer(task: Task, *, folder: Path, accelerator: Accelerator) -> t
         clock = StopInTime(
             asked, accelerator=accelerator, max_minutes=task.args.max_minutes, minutes_before=minutes_before
         )
+        _, save_steps = step_intervals(task.args, total_steps)
         trainer = TaskTrainer(
             task,
             folder=folder,
@@ -125,7 +141,7 @@ def train_by_trainer(task: Task, *, folder: Path, accelerator: Accelerator) -> t
             args=settings,
             eval_dataset=task.rows("validation") if task.has("validation") else None,
             optimizers=(optimizer, make_schedule(optimizer, task.args, total_steps)),
-            callbacks=[clock, *early_stopping(task, newest)],
+            callbacks=[clock, SaveInBetween(save_steps), *early_stopping(task, newest)],
         )
         if task.args.eval_first and done == 0 and task.has("validation"):
             trainer.evaluate()
@@ -160,7 +176,7 @@ def early_stopping(task: Task, checkpoint: Path | None) -> list[TrainerCallback]
 
 def training_arguments(task: Task, folder: Path, total_steps: int, precision: str) -> TrainingArguments:
     args = task.args
-    every = args.eval_steps or max(1, total_steps // DEFAULT_EVALUATIONS)
+    eval_steps, save_steps = step_intervals(args, total_steps)
     validates = task.has("validation")
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder / "logs"))
     return TrainingArguments(
@@ -174,10 +190,10 @@ def training_arguments(task: Task, folder: Path, total_steps: int, precision: st
         use_cpu=not torch.accelerator.is_available(),
         seed=args.seed,
         eval_strategy="steps" if validates else "no",
-        eval_steps=every,
+        eval_steps=eval_steps,
         save_strategy="steps",
         # The best model can only be loaded again where every evaluation has its checkpoint.
-        save_steps=every if validates else args.save_steps or every,
+        save_steps=eval_steps if validates else save_steps,
         save_total_limit=args.keep_checkpoints + 1,
         load_best_model_at_end=validates,
         metric_for_best_model=f"eval_{task.best_metric}" if validates else None,

@@ -51,9 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     export = commands.add_parser("export-longformer", help="turn a Hybrid Longformer back into a Longformer")
     _add_common(export)
-    finetune = commands.add_parser("finetune", help="fine-tune a checkpoint on long documents", add_help=False)
-    finetune.add_argument("task", choices=["qa", "summarise", "mlm"])
-    finetune.add_argument("rest", nargs=argparse.REMAINDER, help="as for `python -m finetune.TASK`; --help lists them")
+    finetune = commands.add_parser("finetune", help="fine-tune a checkpoint on long documents")
+    finetune.add_argument("task", choices=["qa", "summarise", "mlm"], help="with --help behind it: what it can be told")
+    finetune.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 

@@ -89,27 +89,34 @@ def push_checkpoint(
     repo_id: str,
     *,
     tokenizer: Any = None,
-    private: bool | None = None,
-    token: bool | str | None = None,
     max_shard_size: int | str = "50GB",
     commit_message: str | None = None,
     **upload: Any,
 ) -> Any:
-    """Uploads a self-contained checkpoint; the repository is made if it isn't there, its own card is kept if it is."""
+    """Uploads a self-contained checkpoint; a card that the repository has is kept."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / repo_id.split("/")[-1]
+        model.save_pretrained(folder, tokenizer=tokenizer, max_shard_size=max_shard_size)
+        message = commit_message or f"Upload {type(model).__name__}"
+        return push_folder(folder, repo_id, keep_card=True, commit_message=message, **upload)
+
+
+def push_folder(
+    folder: Path,
+    repo_id: str,
+    *,
+    keep_card: bool,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    **upload: Any,
+) -> Any:
+    """Uploads a folder; the repository is made if it isn't there, and its own card may be kept if it is."""
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
         raise ImportError("push_to_hub needs huggingface_hub: pip install huggingface_hub") from error
     api = HfApi(token=token)
+    # The name with its owner, which the given one may lack.
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / repo_id.split("/")[-1]
-        model.save_pretrained(folder, tokenizer=tokenizer, max_shard_size=max_shard_size)
-        keep_card = ["README.md"] if api.file_exists(repo_id, "README.md") else None
-        return api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            ignore_patterns=keep_card,
-            commit_message=commit_message or f"Upload {type(model).__name__}",
-            **upload,
-        )
+    kept = ["README.md"] if keep_card and api.file_exists(repo_id, "README.md") else None
+    return api.upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=kept, **upload)

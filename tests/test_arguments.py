@@ -60,9 +60,20 @@ def test_yaml_that_is_not_there_is_refused(capsys):
 @pytest.mark.parametrize(
     ("arguments_class", "more", "said"),
     [
-        (QAArguments, ["--learning-rat", "1"], "--learning-rat"),
+        (
+            QAArguments,
+            ["--learning-rat", "1"],
+            "--learning-rat is not an argument of this script: did you mean --learning-rate?",
+        ),
+        (
+            QAArguments,
+            ["--learning_rat=1"],
+            "--learning_rat is not an argument of this script: did you mean --learning-rate?",
+        ),
+        (QAArguments, ["--resume", "true", "false"], "false is not an argument of this script: see --help"),
         (QAArguments, ["--batch-size", "0"], "batch_size=0 must be at least 1"),
         (QAArguments, ["--max-steps", "-3"], "max_steps=-3 must be at least 1"),
+        (QAArguments, ["--max-length", "0"], "max_length=0 must be at least 1"),
         (QAArguments, ["--resume", "--overwrite"], "resume and overwrite exclude each other"),
         (QAArguments, ["--schedule", "wobbly"], "wobbly"),
         (QAArguments, ["--warmup", "-1"], "warmup=-1.0"),

@@ -1,6 +1,5 @@
 """Generated contracts: right answers, honest distractors, no leakage between splits, files whole or absent."""
 
-import itertools
 import json
 import re
 from collections import Counter
@@ -11,7 +10,6 @@ from finetune import contracts as module
 from finetune.contract_clauses import KINDS
 from finetune.contract_values import SPLITS, values_of_split
 from finetune.contracts import SIZES, generate_contracts, main, write_dataset
-from finetune.corpus import help_topics
 
 SORTS = sorted({kind.value for kind in KINDS} | {"company"})
 
@@ -166,15 +164,3 @@ def test_dataset_is_whole_or_absent(tmp_path, monkeypatch):
     (tmp_path / "data" / "mine").touch()
     with pytest.raises(FileExistsError, match="not an empty folder"):
         write_dataset(tmp_path / "data", size="small", train=1, validation=1, test=1)
-
-
-def test_help_topics_are_prose_and_their_splits_are_apart():
-    whole = [topic.id for topic in help_topics()]
-    parts = [[topic.id for topic in help_topics(split=split)] for split in SPLITS]
-    assert sorted(whole) == sorted(itertools.chain(*parts))
-    assert len(whole) > 50 and all(parts)
-    longest = max(help_topics(), key=lambda topic: len(topic.text))
-    assert len(longest.text) > 10_000
-    assert {topic.id for topic in help_topics(at_least=10_000)} < set(whole)
-    with pytest.raises(ValueError, match="split='dev'"):
-        next(help_topics(split="dev"))

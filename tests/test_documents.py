@@ -140,6 +140,10 @@ def test_an_empty_cell_is_an_empty_document():
         ("data.txt", "a", "ends in none of .json"),
         ("data.json", '{"a": \n 1', "neither one json object nor one per line"),
         ("data.json", '{"data": [{"paragraphs": [{"qas": []}]}]}', "paragraph 0 of article 0 has no context"),
+        ("data.json", '{"data": 3}', "data.json: data must be a list of json objects, as in SQuAD, not 3"),
+        ("data.json", '{"data": ["a"]}', 'data must be a list of json objects, as in SQuAD, not ."a".'),
+        ("data.json", '{"data": [{"paragraphs": {"a": 1}}]}', "paragraphs of article 0 must be a list"),
+        ("data.json", '{"data": [{"paragraphs": [{"context": "c", "qas": [1]}]}]}', "qas of article 0 must be a list"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path, name, text, said):

@@ -71,6 +71,9 @@ def test_a_run_from_end_to_end(work, tmp_path, task, engine_name):
     assert f"python -m finetune.{task} --model" in card
     assert "--learning-rate 1e-3" in card
     assert "| licence | MIT License |" in card
+    assert str(work) not in card and str(tmp_path) not in card
+    assert "![Training curve](training_curve.png)" in card
+    assert (output / "model" / "training_curve.png").read_bytes() == (output / "training_curve.png").read_bytes()
     assert not list(output.rglob("*.part"))
 
 
@@ -162,6 +165,14 @@ def test_patience(work, tmp_path, monkeypatch):
     argv = [*arguments(work, "qa"), "--max-steps", "9", "--eval-steps", "1", "--patience", "2"]
     assert run(QA, [*argv, "--output", str(tmp_path / "run")]) == 0
     assert max(losses(tmp_path / "run")) == 3
+
+
+@pytest.mark.parametrize("engine_name", ENGINES)
+def test_checkpoints_between_evaluations(work, tmp_path, engine_name):
+    argv = [*arguments(work, "qa"), "--max-steps", "4", "--eval-steps", "4", "--save-steps", "2"]
+    assert run(QA, [*argv, *ENGINES[engine_name], "--output", str(tmp_path / "run")]) == 0
+    written = (tmp_path / "run" / "checkpoints").iterdir()
+    assert sorted(int(path.name.rpartition("-")[2]) for path in written) == [2, 4]
 
 
 @pytest.mark.parametrize("engine_name", ENGINES)
@@ -276,6 +287,8 @@ def test_trainer_keeps_the_minutes_of_a_run(work, tmp_path):
     [
         (["--max-length", "5000"], "max_length=5000 is more than the 510 tokens"),
         (["--question-column", "frage"], "has no column 'frage'"),
+        (["--model", "runs/qa/model"], "there is no folder runs/qa/model, and the Hub could not provide it"),
+        (["--model", "runs/qa"], "there is no folder runs/qa, and the Hub could not provide it"),
         (["--stride", "500"], "stride=500"),
         (["--train-file", "nowhere.json"], "nowhere.json is not a file"),
     ],
@@ -385,20 +398,36 @@ def test_tensorboard_is_written_and_the_model_folder_uploaded(work, tmp_path, mo
     uploads = []
 
     class Hub:
-        def create_repo(self, repository, exist_ok):
-            assert exist_ok
+        def __init__(self, token):
+            assert token is None
 
-        def upload_folder(self, *, repo_id, folder_path, commit_message):
+        def create_repo(self, repository, private, exist_ok):
+            assert exist_ok
+            return huggingface_hub.RepoUrl(f"https://huggingface.co/me/{repository}")
+
+        def upload_folder(self, *, repo_id, folder_path, ignore_patterns, commit_message):
+            # The card that is there already tells of another run.
+            assert ignore_patterns is None
             uploads.append((repo_id, {path.name for path in Path(folder_path).iterdir()}))
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     output = tmp_path / "run"
-    argv = [*arguments(work, "qa"), "--max-steps", "1", "--report-to", "tensorboard", "--push-to-hub", "me/contracts"]
+    argv = [*arguments(work, "qa"), "--max-steps", "1", "--report-to", "tensorboard", "--push-to-hub", "contracts"]
     assert run(QA, [*argv, "--output", str(output)]) == 0
     assert list((output / "logs").rglob("events.out.tfevents.*"))
     ((repository, files),) = uploads
     assert repository == "me/contracts"
     assert {"model.safetensors", "config.json", "modeling_hybrid_longformer.py", "README.md", "tokenizer.json"} <= files
+    assert "training_curve.png" in files
+
+
+def test_asking_a_model_that_is_not_there(tmp_path, capsys):
+    from finetune.answer import main
+
+    (tmp_path / "contract.txt").write_text("The fox is red.")
+    nowhere = str(tmp_path / "runs" / "model")
+    assert main([nowhere, "--document", str(tmp_path / "contract.txt"), "--question", "What colour?"]) == 1
+    assert f"error: there is no folder {nowhere}" in capsys.readouterr().err
 
 
 def test_answers_of_a_saved_model_are_those_of_its_run(work, tmp_path):

@@ -17,7 +17,7 @@ from finetune.engine import make_accelerator
 from finetune.files import read_json
 from finetune.mlm import MaskedLM
 from finetune.qa import QA, best_answer_scores, unique_ids
-from finetune.run import run
+from finetune.run import card_facts, run
 from finetune.summarise import Summarise, cut_text, encode_rows, longest_output
 
 from .finetuning import arguments, make_tokenizer
@@ -89,6 +89,16 @@ def test_a_stream_is_cut_where_it_should_be(work, task_class, name):
     few = list(make_task(task_class, work, name, *streaming, "--max-train-samples", "1").stream())
     all_of_them = list(make_task(task_class, work, name, *streaming).stream())
     assert 0 < len(few) < len(all_of_them)
+
+
+@pytest.mark.parametrize(
+    ("task_class", "name", "column"),
+    [(QA, "qa", "context"), (Summarise, "summarise", "summary"), (MaskedLM, "mlm", "text")],
+)
+def test_a_stream_without_a_column_is_refused(work, task_class, name, column):
+    task = make_task(task_class, work, name, "--streaming", "--max-steps", "1", f"--{column}-column", "nothing")
+    with pytest.raises(ValueError, match="training stream has no column 'nothing'"):
+        task.stream()
 
 
 def test_placements_of_global_tokens_are_kept_with_the_model(work, tmp_path):
@@ -198,3 +208,17 @@ def test_a_new_language_model_head_begins_with_a_guess(work, tmp_path, scale):
     assert 0.5 < logits.std() < 2
     known = make_task(MaskedLM, work, "mlm").load_model()
     assert torch.equal(known.lm_head.layer_norm.weight, torch.ones_like(known.lm_head.layer_norm.weight))
+
+
+def test_the_card_knows_what_kind_of_model_was_trained(work, tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.RobertaConfig(vocab_size=400, max_position_embeddings=514, **sizes)
+    transformers.RobertaForQuestionAnswering(config).save_pretrained(tmp_path / "roberta")
+    make_tokenizer().save_pretrained(tmp_path / "roberta")
+    known = []
+    for model in (work / "qa", tmp_path / "roberta"):
+        task = make_task(QA, work, "qa", "--model", str(model))
+        task.load_model()
+        facts = card_facts(task, {}, ["python"])
+        known.append((facts.model_type, facts.global_attention))
+    assert known == [("hybrid_longformer", "question"), ("roberta", None)]

@@ -29,11 +29,11 @@ def make_facts(task: str = "qa", **changes) -> CardFacts:
         "metrics": {"f1": 0.91234, "exact_match": 0.8},
         "settings": {"learning_rate": 3e-05, "warmup": None, "windows": [512, 512]},
         "command": ["accelerate", "launch", "-m", "finetune.qa", "--output", "my model"],
+        "model_type": "hybrid_longformer",
         "auto_class": AUTO_CLASSES.get(task, "AutoModel"),
         "max_length": 4096,
         "global_attention": "the question",
         "curve_picture": "curve.png",
-        "notes": ["Trained for an hour on two cores."],
     }
     return CardFacts(**(facts | changes))
 
@@ -89,7 +89,6 @@ def test_text_says_everything() -> None:
         "| warmup | not set |",
         "accelerate launch -m finetune.qa --output 'my model'\n",
         "![Training curve](curve.png)",
-        "- Trained for an hour on two cores.\n",
         "- Answers are passages of the document",
         "- What lies beyond 4,096 tokens",
     ):
@@ -126,18 +125,36 @@ def test_special_characters_survive() -> None:
 
 
 def test_folders_and_files_are_told_by_name_only(tmp_path: Path) -> None:
-    text = make_card(make_facts(base_model=str(tmp_path / "my-base"), dataset_name=str(tmp_path / "rows.jsonl")))
+    base, rows = str(tmp_path / "my-base"), str(tmp_path / "rows.jsonl")
+    command = ["python", "-m", "finetune.qa", "--model", base, f"--train-file={rows}", "--push-to-hub", "me/contracts"]
+    text = make_card(make_facts(base_model=base, dataset_name=rows, command=command))
     data = ModelCard(text).data
     assert str(tmp_path) not in text
     assert data.base_model is None and data.datasets is None
     assert "| started from | my-base |" in text and "| data set | rows.jsonl |" in text
+    assert "\npython -m finetune.qa --model my-base --train-file=rows.jsonl --push-to-hub me/contracts\n" in text
+
+
+def test_other_models_are_not_called_hybrid() -> None:
+    text = make_card(make_facts(model_type="roberta", global_attention=None))
+    assert ModelCard(text).data.tags == ["roberta"]
+    assert "\nA model of type roberta that finds the answer" in text
+    assert 'AutoTokenizer.from_pretrained("path/or/hub-id")\n' in text
+    for wrong in ("ybrid_longformer", "Hybrid Longformer", "its own code", "trust_remote_code", "lobal"):
+        assert wrong not in text
+
+
+def test_relatives_have_global_tokens_too() -> None:
+    text = make_card(make_facts(model_type="longformer"))
+    assert "| global attention | the question |" in text and "`global_attention_mask`" in text
+    assert "trust_remote_code" not in text
 
 
 def test_what_is_not_known_is_said_so() -> None:
-    text = make_card(make_facts(licence=None, metrics={}, settings={}, curve_picture=None, notes=[]))
+    text = make_card(make_facts(licence=None, metrics={}, settings={}))
     data = ModelCard(text).data
     assert data.license is None and data.eval_results is None
-    assert "Not evaluated." in text and "| licence | not stated" in text and "![" not in text
+    assert "Not evaluated." in text and "| licence | not stated" in text
     assert problems_of(text) == []
 
 
@@ -178,7 +195,8 @@ def test_the_check_finds_what_is_wrong(found: str, replacement: str, problem: st
 
 
 def test_cards_of_this_project_are_valid() -> None:
-    cards = [path for path in (ROOT / "model_cards").glob("*.md") if path != TEMPLATE]
+    cards = list((ROOT / "model_cards").glob("*.md"))
+    assert len(cards) > 3
     assert {path.name: problems_of(path.read_text(encoding="utf-8")) for path in cards} == {
         path.name: [] for path in cards
     }
