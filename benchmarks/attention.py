@@ -123,10 +123,10 @@ def build(case: Case) -> tuple[nn.Module, Tensor]:
     return module.train(is_training), torch.randn(1, case.length, HIDDEN_SIZE, requires_grad=is_training)
 
 
-def expected_cost(case: Case) -> float:
+def expected_cost(case: Case) -> int:
     """Roughly, in tokens of the hybrid's forward pass: it makes the progress bar's time left mean something."""
     per_token = {HF_LONGFORMER: 4.0, DENSE: 0.5 + case.length / 2048, HYBRID: 1.0}[case.contender]
-    return case.length * per_token * {FORWARD: 1, TRAINING: 3, TRAINING_DROPOUT: 5}[case.mode]
+    return round(case.length * per_token * {FORWARD: 1, TRAINING: 3, TRAINING_DROPOUT: 5}[case.mode])
 
 
 def reason_to_skip(case: Case) -> str | None:

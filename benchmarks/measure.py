@@ -115,7 +115,7 @@ def measure_memory(case: Case, results: Results, *, program: str) -> None:
         results.skipped.append(f"memory of {case}: its process ended with {child.returncode}, {last_words}")
 
 
-def progress_bar(total: float) -> tqdm:
+def progress_bar(total: int) -> tqdm:
     # No smoothing: steps differ so much that only the average speed foretells anything.
     layout = "{percentage:3.0f}%|{bar:20}| {elapsed} gone, {remaining} left: {desc}"
     return tqdm(total=total, smoothing=0, bar_format=layout, mininterval=1.0, dynamic_ncols=True)

@@ -118,12 +118,12 @@ def build(case: Case) -> tuple[nn.Module, Tensor]:
     return encoder, torch.randint(10, SIZES["vocab_size"], (1, case.length))
 
 
-def expected_cost(case: Case) -> float:
+def expected_cost(case: Case) -> int:
     """Roughly, in tokens of the hybrid's forward pass: it makes the progress bar's time left mean something."""
     per_token: dict[str, Any] = {HF_LONGFORMER: 2.4, HF_BIGBIRD: 3.5, HF_MODERNBERT: 1.5, HYBRID: 1.0}
     is_dense_dropout = case.contender == HF_ROBERTA and case.mode == TRAINING_DROPOUT
     dense = 0.8 + case.length / (1024 if is_dense_dropout else 8192)
-    return case.length * per_token.get(case.contender, dense) * (1 if case.mode == FORWARD else 4)
+    return round(case.length * per_token.get(case.contender, dense) * (1 if case.mode == FORWARD else 4))
 
 
 def measure(args: argparse.Namespace, results: Results) -> None:
