@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from hybrid_longformer import AttentionPattern
+from hybrid_longformer import AttentionPattern, HybridSparseAttention
 from hybrid_longformer.backend import plan_edges
 from hybrid_longformer.batch import describe_batch
 from hybrid_longformer.pieces import RowChunk, WholePiece
@@ -28,6 +28,21 @@ def test_bias_is_that_of_the_edges(case: Case) -> None:
     is_kept = torch.ones(batch.shape, dtype=torch.bool) if batch.real is None else batch.real
     is_kept = (is_kept if batch.is_global is None else is_kept & ~batch.is_global)[:, None, :, None]
     assert torch.equal(*torch.broadcast_tensors((bias == 0) & is_kept, edges & is_kept))
+
+
+@pytest.mark.as_shipped
+@pytest.mark.parametrize(("length", "is_whole"), [(512, True), (1025, True), (1026, False)])
+def test_rows_are_read_whole_up_to_some_length(length: int, is_whole: bool) -> None:
+    """A window of 512 with its tile's 128 queries, 3 blocks of 64, a global token, and what tiles take beyond them."""
+    module = HybridSparseAttention(hidden_size=32, num_heads=2)
+    oracle = HybridSparseAttention(hidden_size=32, num_heads=2, attn_implementation="eager")
+    oracle.load_state_dict(module.state_dict())
+    x, global_mask = torch.randn(1, length, 32), torch.zeros(1, length, dtype=torch.long)
+    global_mask[0, 0] = 1
+    batch = describe_batch(batch_size=1, length=length, device=CPU, global_mask=global_mask)
+    pieces = build_plans([module.pattern], batch, dtype=x.dtype)[0].pieces
+    assert [isinstance(piece, WholePiece) for piece in pieces] == ([True] if is_whole else [False, False])
+    assert (module(x, global_mask) - oracle(x, global_mask)).abs().max() <= 1e-5
 
 
 def whole_bias(piece: WholePiece) -> torch.Tensor | None:
