@@ -168,7 +168,8 @@ def flex_block_map(pattern: AttentionPattern, batch: Batch) -> Tensor:
     blocks = (near | (key >= first_global_block)).expand(batch_size, -1, -1)
     if pattern.num_random_blocks and length >= pattern.shortest_random_document:
         slots = lay_out_documents(batch, pattern.block_size, pattern.shortest_random_document)
-        key_tokens, is_edge = random_keys(pattern, batch, slots)  # (B, random blocks, R * S)
+        keys = random_keys(pattern, [pattern.seed], batch, slots)
+        key_tokens, is_edge = (x.squeeze(1) for x in keys)  # (B, random blocks, R * S)
         tokens = slots.token.unflatten(1, (-1, pattern.block_size))
         reads = _touches(tokens, slots.is_used.view_as(tokens), query_blocks)
         read = _touches(key_tokens, is_edge, key_blocks)

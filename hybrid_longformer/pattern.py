@@ -5,7 +5,7 @@ see key token j in head h. Predicates compose with `both` and `either`; the dens
 pictures are all drawn from them.
 
 Letters used everywhere: B batch, H heads, N tokens, D head size, E hidden size, W window, G global tokens,
-R random blocks, S block size.
+R random blocks, S block size, L layers that differ in their seeds alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -127,12 +127,16 @@ class AttentionPattern:
 
     def draw(self, query_block: Tensor, num_blocks: Tensor) -> Tensor:
         """The key blocks of each query block of a document of `num_blocks` blocks, (..., R); -1 where there is none."""
+        return self.draw_for([self.seed], query_block, num_blocks).squeeze(-2)
+
+    def draw_for(self, seeds: Sequence[int], query_block: Tensor, num_blocks: Tensor) -> Tensor:
+        """What layers draw that differ in their seeds alone, (..., L, R)."""
         return draw_random_blocks(
             query_block,
             num_blocks,
             num_random_blocks=self.num_random_blocks,
             near_blocks=self.near_blocks,
-            seed=self.seed,
+            seeds=seeds,
             is_causal=self.is_causal,
         )
 
@@ -143,7 +147,7 @@ def draw_random_blocks(
     *,
     num_random_blocks: int,
     near_blocks: int,
-    seed: int,
+    seeds: Sequence[int],
     is_causal: bool = False,
 ) -> Tensor:
     """Draws distinct key blocks beyond the window, uniformly, by Floyd's sampling on a hash.
@@ -154,19 +158,21 @@ def draw_random_blocks(
     Args:
         query_block: (...) index of each query block in its document.
         num_blocks: (...) number of blocks of that document.
+        seeds: one for each of L graphs.
 
     Returns:
-        (..., R) distinct block indices in random order, -1 where fewer than R blocks lie beyond the window.
+        (..., L, R) distinct block indices in random order, -1 where fewer than R blocks lie beyond the window.
     """
     first_near = (query_block - near_blocks).clamp(min=0)
     first_far = torch.minimum(query_block + (near_blocks + 1), num_blocks)
     candidates = first_near if is_causal else first_near + num_blocks - first_far
     # The r-th pick is one of the first candidates, up to the r-th of the last R; if that is taken already, the last.
     from_end = torch.arange(num_random_blocks, 0, -1, device=query_block.device)
-    last = (candidates.unsqueeze(-1) - from_end).clamp(min=-1)
+    last = (candidates.unsqueeze(-1) - from_end).clamp(min=-1).unsqueeze(-2)  # (..., 1, R)
     # As every checkpoint has it: the factor of 2 has no further reason and may never change.
-    salts = [2 * seed * num_random_blocks + r for r in range(num_random_blocks)]
-    picks = _hash(query_block.unsqueeze(-1), salts) % (last + 1).clamp(min=1)
+    salts = [2 * seed * num_random_blocks + r for seed in seeds for r in range(num_random_blocks)]
+    hashes = _hash(query_block.unsqueeze(-1), salts).unflatten(-1, (len(seeds), -1))  # (..., L, R)
+    picks = hashes % (last + 1).clamp(min=1)
     picks = torch.where(last < 0, -1, picks)
     drawn = picks[..., :1]
     for r in range(1, num_random_blocks):
@@ -174,7 +180,7 @@ def draw_random_blocks(
         is_taken = (drawn == pick).any(-1, keepdim=True)
         drawn = torch.cat([drawn, torch.where(is_taken, last[..., r : r + 1], pick)], dim=-1)
     # The candidates are the blocks before the window and, past a gap, those after it.
-    first_near, first_far = first_near.unsqueeze(-1), first_far.unsqueeze(-1)
+    first_near, first_far = first_near[..., None, None], first_far[..., None, None]
     return torch.where(drawn >= first_near, drawn + (first_far - first_near), drawn)
 
 

@@ -5,11 +5,11 @@ short inputs, one piece that reads everything. A bias is 0 where there is an edg
 there is none.
 
 Letters: B batch, N tokens, H heads, D head size, W window, G global tokens, R random blocks, S block size,
-T tiles, Q queries per tile, K keys per tile.
+T tiles, Q queries per tile, K keys per tile, L layers that differ in their seeds alone.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ class LayerPlan:
 def build_plans(
     patterns: Sequence[AttentionPattern], batch: Batch, *, dtype: torch.dtype, with_pieces: bool = True
 ) -> list[LayerPlan]:
-    """The plan of every layer. Layers share whatever their patterns have in common; random blocks are each one's own.
+    """The plan of every layer. Layers share whatever their patterns have in common; random blocks are each one's own,
+    but drawn for all of them at once.
 
     Args:
         dtype: of the queries and keys, so that a bias is converted once and not in every layer.
@@ -45,17 +46,21 @@ def build_plans(
     """
     if not with_pieces:
         return [LayerPlan(pattern=pattern, batch=batch, pieces=[]) for pattern in patterns]
-    builder = _PieceBuilder(batch, dtype)
+    builder = _PieceBuilder(patterns, batch, dtype)
     return [LayerPlan(pattern=pattern, batch=batch, pieces=builder.pieces(pattern)) for pattern in patterns]
 
 
 class _PieceBuilder:
     """Builds pieces and remembers what several layers share."""
 
-    def __init__(self, batch: Batch, dtype: torch.dtype):
+    def __init__(self, patterns: Sequence[AttentionPattern], batch: Batch, dtype: torch.dtype):
         self.batch = batch
         self.dtype = dtype
         self.shared: dict[tuple, Any] = {}
+        # Of the layers that differ in nothing else.
+        self.seeds: dict[AttentionPattern, list[int]] = {}
+        for pattern in dict.fromkeys(patterns):
+            self.seeds.setdefault(_seedless(pattern), []).append(pattern.seed)
 
     def pieces(self, pattern: AttentionPattern) -> list[Piece]:
         length, num_global = self.batch.shape[1], self.batch.num_global_slots
@@ -76,7 +81,14 @@ class _PieceBuilder:
         rest: list[Piece] = []
         if draws_blocks:
             with_globals = globals_ride and num_global > 0
-            rest.append(random_piece(pattern, self.batch, self._slots(pattern), self.dtype, with_globals=with_globals))
+            rest.append(
+                self._of_all_seeds(
+                    pattern,
+                    lambda seeds: random_pieces(
+                        pattern, seeds, self.batch, self._slots(pattern), self.dtype, with_globals=with_globals
+                    ),
+                )
+            )
         if num_global and not globals_ride:
             rest += self._once(("global", pattern.is_causal), lambda: [global_piece(pattern, self.batch, self.dtype)])
         return windows + rest
@@ -98,11 +110,19 @@ class _PieceBuilder:
             ("keys", size, pattern.shortest_random_document), lambda: blocks_of_keys(batch, slots, self.dtype)
         )
         if pattern.seed_matters(num_blocks):
-            return with_random_blocks(piece, pattern, slots, key_blocks)
+            return self._of_all_seeds(
+                pattern, lambda seeds: with_random_blocks(piece, pattern, seeds, slots, key_blocks)
+            )
         return self._once(
             ("whole", *edges, size, pattern.num_random_blocks),
-            lambda: with_bias_made(with_random_blocks(piece, pattern, slots, key_blocks)),
+            lambda: with_bias_made(with_random_blocks(piece, pattern, [pattern.seed], slots, key_blocks)[0]),
         )
+
+    def _of_all_seeds(self, pattern: AttentionPattern, build: Callable[[list[int]], Sequence[Piece]]) -> Any:
+        """A layer's own piece among those of all layers that differ in their seeds alone, built together."""
+        seeds = self.seeds[_seedless(pattern)]
+        pieces = self._once(("seeds", _seedless(pattern)), lambda: build(seeds))
+        return pieces[seeds.index(pattern.seed)]
 
     def _once(self, key, build) -> Any:
         if key not in self.shared:
@@ -112,6 +132,10 @@ class _PieceBuilder:
     def _slots(self, pattern: AttentionPattern) -> RandomSlots:
         key = (pattern.block_size, pattern.shortest_random_document)
         return self._once(key, lambda: lay_out_documents(self.batch, *key))
+
+
+def _seedless(pattern: AttentionPattern) -> AttentionPattern:
+    return replace(pattern, seed=0)
 
 
 def window_pieces(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) -> list[Piece]:
@@ -193,22 +217,28 @@ def global_piece(pattern: AttentionPattern, batch: Batch, dtype: torch.dtype) ->
     )
 
 
-def random_piece(
-    pattern: AttentionPattern, batch: Batch, slots: RandomSlots, dtype: torch.dtype, *, with_globals: bool
-) -> GatheredPiece:
-    """Each block of a document reads the blocks drawn for it, and the global tokens if they ride along."""
+def random_pieces(
+    pattern: AttentionPattern,
+    seeds: Sequence[int],
+    batch: Batch,
+    slots: RandomSlots,
+    dtype: torch.dtype,
+    *,
+    with_globals: bool,
+) -> list[GatheredPiece]:
+    """A piece for each of L layers: every block of a document reads the blocks drawn for it, and the global tokens if
+    they ride along."""
     size = pattern.block_size
     batch_size, total_slots = slots.token.shape
-    key, edges = random_keys(pattern, batch, slots)
-    total_blocks = key.shape[1]
+    key, edges = random_keys(pattern, seeds, batch, slots)  # (B, L, M / S, K)
     if with_globals:
         assert batch.global_index is not None
-        key = torch.cat([key, batch.global_index[:, None].expand(-1, total_blocks, -1)], dim=-1)
-        edges = torch.cat([edges, batch.used_global_slots[:, None].expand(-1, total_blocks, -1)], dim=-1)
-    edges = edges[:, :, None]  # (B, M / S, 1, K)
+        shape = *key.shape[:3], batch.num_global_slots
+        key = torch.cat([key, batch.global_index[:, None, None].expand(shape)], dim=-1)
+        edges = torch.cat([edges, batch.used_global_slots[:, None, None].expand(shape)], dim=-1)
+    edges = edges.unsqueeze(-2)  # (B, L, M / S, 1, K)
     if pattern.is_causal:
-        edges = edges & (key[:, :, None] <= slots.token.view(batch_size, total_blocks, size, 1))
-    bias = as_bias(edges, dtype).flatten(0, 1)[:, None].expand(-1, -1, size, -1)
+        edges = edges & (key.unsqueeze(-2) <= slots.token.view(batch_size, 1, -1, size, 1))
     query_index = None
     # Often slots are the tokens as they stand: nothing to gather. (A compiled graph serves all lengths: it can't ask.)
     has_gaps = torch.compiler.is_compiling() or batch.shape[1] != total_slots
@@ -216,10 +246,14 @@ def random_piece(
         query_index = torch.where(
             slots.is_used, flat_index(slots.token, batch.shape[1]), batch_size * batch.shape[1]
         ).flatten()
-    return GatheredPiece(
-        shape=batch.shape,
-        queries_per_tile=size,
-        bias=bias,
-        key_index=flat_index(key, batch.shape[1]).flatten(0, 1),
-        query_index=query_index,
-    )
+    biases, key_indices = as_bias(edges, dtype).unbind(1), flat_index(key, batch.shape[1]).unbind(1)
+    return [
+        GatheredPiece(
+            shape=batch.shape,
+            queries_per_tile=size,
+            bias=bias.flatten(0, 1)[:, None].expand(-1, -1, size, -1),
+            key_index=key_index.flatten(0, 1),
+            query_index=query_index,
+        )
+        for bias, key_index in zip(biases, key_indices, strict=True)
+    ]

@@ -1,8 +1,9 @@
 """Random blocks: documents laid out block by block, and the keys that each block reads.
 
-Letters: B batch, N tokens, R random blocks, S block size, M slots of a row.
+Letters: B batch, N tokens, R random blocks, S block size, M slots of a row, L layers that differ in their seeds alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,20 +72,23 @@ def lay_out_documents(batch: Batch, block_size: int, shortest_random_document: i
     )
 
 
-def drawn_blocks(pattern: AttentionPattern, slots: RandomSlots) -> Tensor:
-    """(B, M / S, R) the blocks that each block reads, counted as `block_of_token` does; -1 for none."""
-    drawn = pattern.draw(slots.block, slots.num_blocks)
+def drawn_blocks(pattern: AttentionPattern, seeds: Sequence[int], slots: RandomSlots) -> Tensor:
+    """(B, L, M / S, R) the blocks that each block reads, counted as `block_of_token` does; -1 for none."""
+    drawn = pattern.draw_for(seeds, slots.block, slots.num_blocks).movedim(-2, 1)
     # Blocks are drawn by their place in the document, whose first block stands `block` places before this one.
-    here = torch.arange(drawn.shape[1], device=drawn.device)
-    return torch.where(drawn < 0, -1, drawn + (here - slots.block)[..., None])
+    here = torch.arange(slots.block.shape[1], device=drawn.device)
+    return torch.where(drawn < 0, -1, drawn + (here - slots.block)[:, None, :, None])
 
 
-def random_keys(pattern: AttentionPattern, batch: Batch, slots: RandomSlots) -> tuple[Tensor, Tensor]:
-    """The R * S keys that each block of a document reads, and which of them are edges; each (B, M / S, R * S)."""
+def random_keys(
+    pattern: AttentionPattern, seeds: Sequence[int], batch: Batch, slots: RandomSlots
+) -> tuple[Tensor, Tensor]:
+    """The R * S keys that each block of a document reads, and which of them are edges; each (B, L, M / S, R * S)."""
     size = pattern.block_size
-    drawn = drawn_blocks(pattern, slots)
-    key_slot = (drawn.clamp(min=0)[..., None] * size + torch.arange(size, device=drawn.device)).flatten(1)  # (B, M * R)
-    key = slots.token.gather(1, key_slot)
-    is_drawn = (drawn >= 0)[..., None].expand(-1, -1, -1, size).flatten(1)
+    drawn = drawn_blocks(pattern, seeds, slots)
+    shape = (*drawn.shape[1:3], -1)
+    key_slot = (drawn.clamp(min=0)[..., None] * size + torch.arange(size, device=drawn.device)).flatten(1)
+    key = slots.token.gather(1, key_slot)  # (B, L * M * R)
+    is_drawn = (drawn >= 0)[..., None].expand(-1, -1, -1, -1, size).flatten(1)
     edges = is_drawn & slots.is_used.gather(1, key_slot) & batch.ordinary_keys.gather(1, key)
-    return key.unflatten(1, (drawn.shape[1], -1)), edges.unflatten(1, (drawn.shape[1], -1))
+    return key.unflatten(1, shape), edges.unflatten(1, shape)

@@ -2,9 +2,11 @@
 
 Made block by block where that can be, which is faster than testing every pair of tokens.
 
-Letters: B batch, N tokens, H heads, R random blocks, S block size, M blocks of a row.
+Letters: B batch, N tokens, H heads, R random blocks, S block size, M blocks of a row, L layers that differ in their
+seeds alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -113,15 +115,15 @@ def blocks_of_keys(batch: Batch, slots: RandomSlots, dtype: torch.dtype) -> Tens
 
 
 def with_random_blocks(
-    piece: WholePiece, pattern: AttentionPattern, slots: RandomSlots, key_blocks: Tensor
-) -> WholePiece:
-    """The piece of a layer that sees the blocks drawn for it besides, which its bias hides."""
+    piece: WholePiece, pattern: AttentionPattern, seeds: Sequence[int], slots: RandomSlots, key_blocks: Tensor
+) -> list[WholePiece]:
+    """The pieces of L layers, each of which sees the blocks drawn for it besides, which the bias hides."""
     rows, num_blocks, _ = key_blocks.shape
-    drawn, own_block = drawn_blocks(pattern, slots)[:rows], slots.block_of_token[:rows, :, None]
-    drawn = F.pad(drawn, (0, 0, 0, 1), value=-1)  # for the tokens that are in no block
-    of_token = drawn.gather(1, own_block.expand(-1, -1, drawn.shape[-1]))  # (B or 1, N, R)
-    is_drawn = (of_token[..., None] == torch.arange(num_blocks, device=drawn.device)).any(2)
-    return replace(piece, drawn=is_drawn.to(key_blocks.dtype), key_blocks=key_blocks)
+    drawn = drawn_blocks(pattern, seeds, slots)[:rows, ..., None]
+    is_drawn = (drawn == torch.arange(num_blocks, device=drawn.device)).any(3).to(key_blocks.dtype)  # (B or 1, L, M, M)
+    is_drawn = F.pad(is_drawn, (0, 0, 0, 1))  # for the tokens that are in no block
+    own_block = slots.block_of_token[:rows, None, :, None].expand(-1, len(seeds), -1, num_blocks)
+    return [replace(piece, drawn=own, key_blocks=key_blocks) for own in is_drawn.gather(2, own_block).unbind(1)]
 
 
 def with_bias_made(piece: WholePiece) -> WholePiece:

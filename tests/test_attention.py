@@ -1,5 +1,7 @@
 """Every fast path against the dense oracle: outputs, gradients, dtypes, invariance, memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hybrid_longformer import HybridSparseAttention, kernels
 from hybrid_longformer.attend import attend
 from hybrid_longformer.backend import plan_edges
 from hybrid_longformer.batch import describe_batch
+from hybrid_longformer.pieces import pack_pieces
 from hybrid_longformer.plan import build_plans, gathered_window, window_pieces
 from tests.cases import CPU, Case, cases
 
@@ -289,6 +292,19 @@ def test_layers_share_what_their_patterns_share() -> None:
     assert first.pieces[0] is second.pieces[0]
     assert first.pieces[0] is not third.pieces[0]
     assert not torch.equal(first.pieces[1].key_index, second.pieces[1].key_index)
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_layers_planned_together_are_planned_as_alone(case: Case) -> None:
+    pattern, batch = case.module().pattern, case.batch()
+    patterns = [replace(pattern, seed=seed) for seed in (5, 3, 5)] + [replace(pattern, window=4, seed=3)]
+    together = build_plans(patterns, batch, dtype=torch.float32)
+    for plan in together:
+        (alone,) = build_plans([plan.pattern], batch, dtype=torch.float32)
+        (tensors, layout), (own_tensors, own_layout) = pack_pieces(plan.pieces), pack_pieces(alone.pieces)
+        assert layout == own_layout
+        assert all(torch.equal(*pair) for pair in zip(tensors, own_tensors, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def test_bias_is_that_of_the_edges(case: Case) -> None:
     """Whatever the length: pieces are chosen by it, but right for any."""
     pattern, batch = case.module().pattern, case.batch()
     draws_blocks = pattern.num_random_blocks > 0 and case.length >= pattern.shortest_random_document
-    piece = _PieceBuilder(batch, torch.float32)._whole_piece(pattern, draws_blocks=draws_blocks)
+    piece = _PieceBuilder([pattern], batch, torch.float32)._whole_piece(pattern, draws_blocks=draws_blocks)
     edges = plan_edges(LayerPlan(pattern=pattern, batch=batch, pieces=[piece]))
     bias = whole_bias(piece)
     bias = torch.zeros(1, 1, 1, 1) if bias is None else bias
