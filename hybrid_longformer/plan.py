@@ -54,13 +54,10 @@ class _PieceBuilder:
     """Builds pieces and remembers what several layers share."""
 
     def __init__(self, patterns: Sequence[AttentionPattern], batch: Batch, dtype: torch.dtype):
+        self.patterns = patterns
         self.batch = batch
         self.dtype = dtype
         self.shared: dict[tuple, Any] = {}
-        # Of the layers that differ in nothing else.
-        self.seeds: dict[AttentionPattern, list[int]] = {}
-        for pattern in dict.fromkeys(patterns):
-            self.seeds.setdefault(_seedless(pattern), []).append(pattern.seed)
 
     def pieces(self, pattern: AttentionPattern) -> list[Piece]:
         length, num_global = self.batch.shape[1], self.batch.num_global_slots
@@ -120,9 +117,13 @@ class _PieceBuilder:
 
     def _of_all_seeds(self, pattern: AttentionPattern, build: Callable[[list[int]], Sequence[Piece]]) -> Any:
         """A layer's own piece among those of all layers that differ in their seeds alone, built together."""
-        seeds = self.seeds[_seedless(pattern)]
-        pieces = self._once(("seeds", _seedless(pattern)), lambda: build(seeds))
-        return pieces[seeds.index(pattern.seed)]
+
+        def build_all() -> dict[int, Piece]:
+            seeds = list(dict.fromkeys(other.seed for other in self.patterns if _seedless(other) == family))
+            return dict(zip(seeds, build(seeds), strict=True))
+
+        family = _seedless(pattern)
+        return self._once(("seeds", family), build_all)[pattern.seed]
 
     def _once(self, key, build) -> Any:
         if key not in self.shared:
