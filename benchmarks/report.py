@@ -143,7 +143,7 @@ class Target:
 def _ratio_target(contender: str, mode: str, *, length: int, limit: float, key: str = "best_ratio") -> Target:
     section = "memory" if key == "growth_ratio" else "times"
     return Target(
-        text=f"N={length} {mode}: {'memory' if section == 'memory' else 'time'} of {contender} / ours >= {limit:.2f}",
+        text=f"N={length} {mode}: {'memory' if section == 'memory' else 'time'} of {contender} / ours >= {limit:.3f}",
         limit=limit,
         section=section,
         row={"contender": contender, "mode": mode, "length": length},
@@ -153,7 +153,7 @@ def _ratio_target(contender: str, mode: str, *, length: int, limit: float, key: 
 
 def _exponent_target(mode: str, *, limit: float) -> Target:
     return Target(
-        text=f"{mode}: exponent of time from 4096 to 65536 tokens <= {limit:.2f}",
+        text=f"{mode}: exponent of time from 4096 to 65536 tokens <= {limit:.3f}",
         limit=limit,
         is_upper_limit=True,
         section="exponents",
@@ -217,6 +217,6 @@ def _exponent_line(row: Row) -> str:
 
 
 def _target_line(target: Row) -> str:
-    measured = "" if target["measured"] is None else f"; measured {target['measured']:.2f}"
-    by_median = "" if target["by_median"] is None else f" (by median {target['by_median']:.2f})"
+    measured = "" if target["measured"] is None else f"; measured {target['measured']:.3f}"
+    by_median = "" if target["by_median"] is None else f" (by median {target['by_median']:.3f})"
     return f"{target['verdict']:13s}{target['target']}{measured}{by_median}"
