@@ -45,6 +45,14 @@ def test_fused_kernels_equal_the_oracle(case: Case) -> None:
     assert_equal_to_oracle(case)
 
 
+@pytest.mark.as_shipped
+@settings(max_examples=60)
+@given(cases())
+def test_rows_read_whole_equal_the_oracle(case: Case) -> None:
+    """Most of these lengths are read whole unless tests ask for tiles."""
+    assert_equal_to_oracle(case)
+
+
 @settings(max_examples=60)
 @given(cases())
 def test_explicit_kernels_equal_the_oracle(case: Case) -> None:
